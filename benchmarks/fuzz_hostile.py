@@ -220,10 +220,10 @@ def warm() -> None:
     import torch
 
     import meshpar.launchers.cli
-    import meshpar.launchers.commands.exporting
+    import meshpar.launchers.export.publishing
     import meshpar.launchers.jobs.preflight
     import meshpar.launchers.targets.kubernetes
-    import meshpar.launchers.targets.launched
+    import meshpar.launchers.targets.launching
     import meshpar.launchers.targets.skypilot
     import meshpar.launchers.targets.slurm
     import meshpar.training.evaluation  # noqa: F401

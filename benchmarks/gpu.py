@@ -269,7 +269,7 @@ def measure(name: str, who: str, smoke: bool) -> dict[str, Any]:
     """Run one case by one of those who train; in a process of its own."""
     import torch
 
-    from meshpar.launchers.jobs.forecasting import profile_of
+    from meshpar.launchers.jobs.reports import profile_of
     from meshpar.training import peak_flops
 
     case = (SMOKE if smoke else CASES)[name]

@@ -10,48 +10,47 @@ from pathlib import Path
 from typing import Annotated, ParamSpec
 
 import typer
+from typer import Argument, Option
 
-from meshpar.launchers.agent.starting import quick_imports
+from meshpar.launchers.commands import Debug, Overrides, RecipeOrShape, Trust
 from meshpar.launchers.commands import checkpoints as checkpoint_commands
 from meshpar.launchers.commands import launch as launch_commands
-from meshpar.launchers.commands.options import Debug, RecipeOrShape, Trust
 from meshpar.launchers.commands.plan import plan
+from meshpar.process.imports import quick_imports
 
 P = ParamSpec("P")
 
-app = typer.Typer(
-    name="meshpar", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-)  # fmt: skip
+app = typer.Typer(name="meshpar", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+RecipeArgument = Annotated[str, Argument(help="A YAML file, or the name of a recipe that comes with meshpar.")]
+WorldSize = Annotated[int | None, Option(help="Number of ranks; default: the size of the mesh.", min=1)]
+Elastic = Annotated[str | None, Option(help="replicas: as `meshpar run --elastic replicas` starts it.")]
+
+
+def _print(wanted: bool, text: Callable[[], str]) -> None:
+    if wanted:
+        print(text(), end="")
+        raise typer.Exit
 
 
 def _version(wanted: bool) -> None:
-    if wanted:
-        import meshpar
+    import meshpar
 
-        print(f"meshpar {meshpar.__version__}")
-        raise typer.Exit
+    _print(wanted, lambda: f"meshpar {meshpar.__version__}\n")
+
+
+def _keys(wanted: bool) -> None:
+    if wanted:
+        from meshpar.launchers.commands.inspecting import keys_text
+
+        _print(wanted, keys_text)
 
 
 @app.callback()
 def _main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Train a model on any mesh of devices, resume it on another mesh, export it."""
-
-
-RecipeArgument = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with meshpar.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Fields to set: training.steps=50 mesh=dp_shard=2", show_default=False
-    ),
-]
-WorldSize = Annotated[
-    int | None, typer.Option("--world-size", help="Number of ranks; default: the size of the mesh.", min=1)
-]
-Elastic = Annotated[str | None, typer.Option(help="replicas: as `meshpar run --elastic replicas` starts it.")]
 
 
 def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
@@ -85,18 +84,12 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
 def train(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Ranks on this machine; default: the size of the mesh.", min=1)
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Do not print the recipe.")] = False,
-    nodes: Annotated[
-        int, typer.Option(help="Simulate this number of nodes on this machine, with --nproc ranks each.", min=1)
-    ] = 1,
-    find_batch_size: Annotated[
-        bool, typer.Option("--find-batch-size", help="First find the largest micro-batch that fits.")
-    ] = False,
+    nproc: Annotated[int | None, Option(help="Ranks on this machine; default: the mesh's.", min=1)] = None,
+    quiet: Annotated[bool, Option("--quiet", help="Do not print the recipe.")] = False,
+    nodes: Annotated[int, Option(help="Simulate this number of nodes here, with --nproc ranks each.", min=1)] = 1,
+    find_batch_size: Annotated[bool, Option("--find-batch-size", help="First find the largest micro-batch.")] = False,
     memory: Annotated[
-        str | None, typer.Option(help="Memory limit of a rank for --find-batch-size: 4GiB. Required on a CPU.")
+        str | None, Option(help="Memory of a rank for --find-batch-size, required on CPUs: 4GiB.")
     ] = None,
     debug: Debug = False,
 ) -> int:
@@ -117,64 +110,47 @@ def train(
 @app.command()
 @_reported
 def export(
-    src: Annotated[Path, typer.Argument(help="A run's folder, its checkpoints, or one step.")],
-    dst: Annotated[Path, typer.Argument(help="The folder to write.")],
-    dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16; default: as saved.")
-    ] = None,
-    best: Annotated[
-        str | None, typer.Option(help="Export the step with the lowest val/loss, or other metric; +name: highest.")
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file: 500MB, 5GB, 2GiB.")] = "5GB",
-    verify: Annotated[
-        str, typer.Option(help="Checks before the export: none, size (of files), full (of every byte).")
-    ] = "size",
-    config: Annotated[
-        Path | None, typer.Option(help="Folder whose config.json, tokenizer, ... replace the run's.")
-    ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="Weights' names: own, llama, qwen3, gpt2, or rules.json; default: as saved.")
-    ] = None,
-    quantize: Annotated[
-        str | None, typer.Option(help="Quantise: fp8, fp8-block, int8, int4; as GGUF: f16, q8_0, q4_0.")
-    ] = None,
+    src: Annotated[Path, Argument(help="A run's folder, its checkpoints, or one step.")],
+    dst: Annotated[Path, Argument(help="The folder to write.")],
+    dtype: Annotated[str | None, Option(help="Dtype of the weights: bfloat16, ...; default: as saved.")] = None,
+    best: Annotated[str | None, Option(help="Metric whose lowest step is exported: val/loss; +name: highest.")] = None,
+    max_shard_size: Annotated[str, Option(help="Largest size of one file: 500MB, 5GB, 2GiB.")] = "5GB",
+    verify: Annotated[str, Option(help="Check before: none, size (of files), full (of every byte).")] = "size",
+    config: Annotated[Path | None, Option(help="Folder whose config.json, tokenizer, ... replace the run's.")] = None,
+    layout: Annotated[str | None, Option(help="Names: own, llama, qwen3, gpt2, rules.json; default: as saved.")] = None,
+    quantize: Annotated[str | None, Option(help="fp8, fp8-block, int8, int4; as GGUF: f16, q8_0, q4_0.")] = None,
     keep_high: Annotated[
         list[str] | None,
-        typer.Option(help="Module to leave unquantised, '*' for one part: model.layers.0.mlp.*; repeatable."),
+        Option(help="Module to leave unquantised, '*' for one part: model.layers.0.mlp.*; repeatable."),
     ] = None,
-    adapters: Annotated[
-        bool, typer.Option("--adapters", help="Write trained adapters alone, in peft's format.")
-    ] = False,
-    weights: Annotated[
-        str, typer.Option(help="trained, averaged (the run's only average), or the name of one of its averages.")
-    ] = "trained",
-    measure: Annotated[
-        Path | None, typer.Option(help="Text on which to compare the quantised export with the step's own weights.")
-    ] = None,
+    adapters: Annotated[bool, Option("--adapters", help="Write trained adapters alone, in peft's format.")] = False,
+    weights: Annotated[str, Option(help="trained, averaged (the only average), or an average's name.")] = "trained",
+    measure: Annotated[Path | None, Option(help="Text on which to compare the quantised export with the step.")] = None,
     push: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face Hub, with a model card.")
+        str | None, Option(metavar="OWNER/NAME", help="Upload to the Hugging Face Hub, with a card.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what --push would upload.")] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Export new steps to DST/step-N until the job that writes them ends.")
-    ] = False,
-    every: Annotated[
-        int | None, typer.Option(help="With --watch: only steps that are multiples of this number.", min=1)
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print what --push would upload.")] = False,
+    watch: Annotated[bool, Option("--watch", help="Export new steps to DST/step-N until their job ends.")] = False,
+    every: Annotated[int | None, Option(help="With --watch: only steps that are multiples of this.", min=1)] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing file or folder.")] = False,
     debug: Debug = False,
 ) -> None:
     """Export a checkpoint for transformers and inference engines.
 
     Writes safetensors with their index, config and tokenizer, without loading the whole model.
     """
-    from meshpar.launchers.commands.exporting import export as run
+    from meshpar.launchers.export.publishing import ExportRequest
+    from meshpar.launchers.export.publishing import export as run
 
     options = {
         "dtype": dtype, "max_shard_size": max_shard_size, "verify": verify, "config": config, "layout": layout,
         "quantize": quantize, "high": keep_high or (), "adapters": adapters, "weights": weights, "overwrite": overwrite,
     }  # fmt: skip
-    run(src, dst, options, best=best, held_out_text=measure, push_to=push, dry_run=dry_run, watched=watch, every=every)
+    asked = ExportRequest(
+        src=src, dst=dst, options=options, best=best, text=measure, repository=push, dry_run=dry_run, watched=watch,
+        every=every,
+    )  # fmt: skip
+    run(asked)
 
 
 @app.command()
@@ -182,9 +158,7 @@ def export(
 def describe(
     recipe: RecipeOrShape,
     overrides: Overrides = None,
-    mesh: Annotated[
-        str | None, typer.Option(help="The mesh, instead of the recipe's: dp_replicate=8,dp_shard=8,tp=8")
-    ] = None,
+    mesh: Annotated[str | None, Option(help="Instead of the recipe's: dp_replicate=8,dp_shard=8,tp=8")] = None,
     world_size: WorldSize = None,
     elastic: Elastic = None,
     trust: Trust = False,
@@ -197,18 +171,7 @@ def describe(
     with quick_imports():
         from meshpar.launchers.commands.inspecting import describe_recipe
 
-    text = describe_recipe(
-        recipe, overrides or [], mesh=mesh, world_size=world_size, elastic=elastic, trust=trust
-    )  # fmt: skip
-    print(text)
-
-
-def _keys(wanted: bool) -> None:
-    if wanted:
-        from meshpar.launchers.recipes.keys import keys_text
-
-        print(keys_text(), end="")
-        raise typer.Exit
+    print(describe_recipe(recipe, overrides or [], mesh=mesh, world_size=world_size, elastic=elastic, trust=trust))
 
 
 @app.command()
@@ -218,9 +181,7 @@ def check(
     overrides: Overrides = None,
     world_size: WorldSize = None,
     elastic: Elastic = None,
-    keys: Annotated[
-        bool, typer.Option("--keys", callback=_keys, is_eager=True, help="Print every key of a recipe, and stop.")
-    ] = False,
+    keys: Annotated[bool, Option("--keys", callback=_keys, is_eager=True, help="Print all keys, and stop.")] = False,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
@@ -239,7 +200,7 @@ def check(
 def convert(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Write the recipe here; default: standard output.")] = None,
+    out: Annotated[Path | None, Option(help="Write the recipe here; default: standard output.")] = None,
     debug: Debug = False,
 ) -> None:
     """Write a recipe as it is resolved: with overrides, defaults and the passes that its mesh requires."""
@@ -257,9 +218,9 @@ def convert(
 @_reported
 def quickstart(
     overrides: Overrides = None,
-    mesh: Annotated[str, typer.Option(help="fsdp (dp_shard=2) or hsdp (dp_replicate=2,dp_shard=1).")] = "fsdp",
-    out: Annotated[Path, typer.Option(help="The run's folder.")] = Path("runs/quickstart"),
-    minutes: Annotated[float, typer.Option(help="Approximate duration on two CPU cores.")] = 3.0,
+    mesh: Annotated[str, Option(help="fsdp (dp_shard=2) or hsdp (dp_replicate=2,dp_shard=1).")] = "fsdp",
+    out: Annotated[Path, Option(help="The run's folder.")] = Path("runs/quickstart"),
+    minutes: Annotated[float, Option(help="Approximate duration on two CPU cores.")] = 3.0,
     debug: Debug = False,
 ) -> int:
     """Train, resume, export and generate in about three minutes.
@@ -276,25 +237,17 @@ def quickstart(
 @app.command()
 @_reported
 def generate(
-    model: Annotated[
-        Path, typer.Argument(help="A folder from `meshpar export`, or any folder that transformers loads.")
-    ],
-    prompt: Annotated[str, typer.Argument(help="The beginning of the text.")],
-    tokens: Annotated[int, typer.Option(help="Largest number of new tokens.", min=1)] = 64,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0: always the most likely token.", min=0.0)
-    ] = 0.0,
+    model: Annotated[Path, Argument(help="A folder from `meshpar export`, or any folder that transformers loads.")],
+    prompt: Annotated[str, Argument(help="The beginning of the text.")],
+    tokens: Annotated[int, Option(help="Largest number of new tokens.", min=1)] = 64,
+    temperature: Annotated[float, Option(help="Of the sampling; 0: always the most likely token.", min=0.0)] = 0.0,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the fewest tokens whose probabilities reach this sum.", max=1.0)
+        float, Option(help="Sample from the fewest tokens whose probabilities reach this.", max=1.0)
     ] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text before which the answer ends; repeatable.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the sampling; default: a different answer each time.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template; print only the answer.")
-    ] = False,
-    engine: Annotated[str, typer.Option(help="Engine: transformers, or vllm if it is installed.")] = "transformers",
+    stop: Annotated[list[str] | None, Option(help="Text before which the answer ends; repeatable.")] = None,
+    seed: Annotated[int | None, Option(help="Of the sampling; default: a different answer each time.")] = None,
+    chat: Annotated[bool, Option("--chat", help="Use the tokenizer's chat template; print the answer alone.")] = False,
+    engine: Annotated[str, Option(help="Engine: transformers, or vllm if it is installed.")] = "transformers",
     debug: Debug = False,
 ) -> None:
     """Complete a text with an exported model."""

@@ -10,10 +10,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
 from meshpar.core import errors
 from meshpar.core.errors import (
@@ -29,7 +29,7 @@ from meshpar.core.errors import (
     ReplicaError,
     seen_at,
 )
-from meshpar.launchers import environment
+from meshpar.launchers.agent import terms
 from meshpar.launchers.agent.terms import NO_USE, OTHERS_S, RETRY, STOPPED, task
 from meshpar.process.leftovers import write_durably
 from meshpar.process.secrets import redacted
@@ -51,8 +51,7 @@ class Failure:
 
     Attributes:
         rank, host: rank and host that failed.
-        kind: name of the exception's class.
-        message: text of the exception.
+        kind, message: class and text of the exception.
         trace: traceback; empty for errors of meshpar, whose message is enough.
         problems: problems of a PlanError.
         seconds: time of the failure since the epoch; clocks of hosts may differ.
@@ -60,8 +59,8 @@ class Failure:
     """
 
     rank: int
-    host: str
-    kind: str
+    host: str = field(default_factory=socket.gethostname)
+    kind: str = "LaunchError"
     message: str
     trace: str = ""
     problems: tuple[str, ...] = ()
@@ -75,32 +74,23 @@ def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> No
     while trace is not None and trace.tb_frame.f_code.co_filename == hide:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace))
-    problems = error.problems if isinstance(error, PlanError) else ()
-    _write(
-        logs,
-        Failure(
-            rank=rank,
-            host=socket.gethostname(),
-            kind=type(error).__name__,
-            message=str(error),
-            trace="" if isinstance(error, MeshparError) else text,
-            problems=problems,
-            seconds=seen_at(error),
-            full=_found_full(error),
-        ),
-    )
-
-
-def _found_full(error: BaseException) -> bool:
-    """Return whether an error says that memory is full: torch has a class for devices alone."""
+    # torch has a class for the full memory of devices alone
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "out of memory" in str(error))
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    failure = Failure(
+        rank=rank,
+        kind=type(error).__name__,
+        message=str(error),
+        trace="" if isinstance(error, MeshparError) else text,
+        problems=error.problems if isinstance(error, PlanError) else (),
+        seconds=seen_at(error),
+        full=named or "can't allocate memory" in said or "out of memory" in said,
     )
+    _write(logs, failure)
 
 
 @contextmanager
-def first_told(logs: Path, rank: int) -> Iterator[None]:
+def tell_first(logs: Path, rank: int) -> Iterator[None]:
     """Let the rank that fails first show its traceback; all other ranks name it in a LaunchError."""
     try:
         yield
@@ -122,18 +112,17 @@ def first_told(logs: Path, rank: int) -> Iterator[None]:
 
 def record_stall(logs: Path, rank: int, message: str, *, cause: bool = True) -> None:
     """Write the watchdog's reason: before all other errors if it is the ``cause``, else ordered by time."""
-    seconds = -1.0 if cause else time.time()
-    _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, seconds=seconds))
+    _write(logs, Failure(rank=rank, message=message, seconds=-1.0 if cause else time.time()))
 
 
 def note_os_exit(logs: Path, rank: int) -> None:
     """Make ``os._exit`` record its caller: a rank that it ends leaves no other trace."""
-    end, own = os._exit, os.getpid()
+    end, process = os._exit, os.getpid()
 
     def noted(status: int) -> NoReturn:
-        if os.getpid() == own and status not in STOPPED and not error_file(logs, rank).exists():
+        if os.getpid() == process and status not in STOPPED and not error_file(logs, rank).exists():
             trace = "".join(traceback.format_stack()[:-1])
-            _note_exit(logs, rank, "os._exit", status, trace, time.time())
+            _write(logs, Failure(rank=rank, kind=_EXITS[0], message=str(status), trace=trace, seconds=time.time()))
         end(status)
 
     os._exit = noted
@@ -141,14 +130,8 @@ def note_os_exit(logs: Path, rank: int) -> None:
 
 def note_sys_exit(logs: Path, rank: int, error: SystemExit) -> None:
     """Record who called ``sys.exit`` without an error: the likely cause if other ranks then fail."""
-    _note_exit(logs, rank, "sys.exit", 0, "".join(traceback.format_tb(error.__traceback__)), seen_at(error))
-
-
-def _note_exit(logs: Path, rank: int, kind: str, status: int, trace: str, seconds: float) -> None:
-    _write(
-        logs,
-        Failure(rank=rank, host=socket.gethostname(), kind=kind, message=str(status), trace=trace, seconds=seconds),
-    )
+    trace = "".join(traceback.format_tb(error.__traceback__))
+    _write(logs, Failure(rank=rank, kind=_EXITS[1], message="0", trace=trace, seconds=seen_at(error)))
 
 
 def forget(logs: Path, rank: int) -> None:
@@ -177,20 +160,18 @@ def _folders(logs: Path) -> list[Path]:
 def record_kills(logs: Path, exit_codes: Mapping[int, int]) -> None:
     """Record ranks that ended without an error of their own, before the errors that follow from it."""
     for rank, code in exit_codes.items():
-        if code > 0 and code not in STOPPED and not any(error_file(folder, rank).exists() for folder in _folders(logs)):
+        written = any(error_file(folder, rank).exists() for folder in _folders(logs))
+        if code > 0 and code not in STOPPED and not written:
             message = f"rank {rank} ended with exit code {code} and without a Python error; see its log"
-            _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message))
+            _write(logs, Failure(rank=rank, message=message))
         if code < 0 and code != -signal.SIGTERM:
             killed = code == -signal.SIGKILL
             why = "; a person or a scheduler does this, or the kernel when memory runs out" if killed else ""
             message = f"rank {rank} was ended by {signal.Signals(-code).name}{why}"
-            _write(
-                logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, full=killed)
-            )
+            _write(logs, Failure(rank=rank, message=message, full=killed))
 
 
 def error_file(logs: Path, rank: int) -> Path:
-    """Return the path of a rank's error file."""
     return logs / f"rank-{rank}.error.json"
 
 
@@ -210,31 +191,25 @@ def _is_left(failure: Failure) -> bool:
 
 
 def _recorded(logs: Path) -> list[Failure]:
-    found = list[dict[str, Any]]()
+    failures = list[Failure]()
     for path in (path for folder in _folders(logs) for path in folder.glob("rank-*.error.json")):
         with suppress(FileNotFoundError):  # another host's launcher forgets the same files when its ranks are done
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-    return sorted(
-        (Failure(**{**entry, "problems": tuple(entry["problems"])}) for entry in found),
-        key=lambda failure: (failure.seconds, failure.rank),
-    )
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            failures.append(Failure(**{**fields, "problems": tuple(fields["problems"])}))
+    return sorted(failures, key=lambda failure: (failure.seconds, failure.rank))
 
 
 def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
     """Return the error that ended the job: a killed rank's, or the first one recorded on any host."""
-    found = _recorded(logs)
-    if not found:
-        return LaunchError(
-            f"ranks ended without an error message, exit codes {dict(exit_codes)}; see their logs in {logs}"
-        )
-    first, *_ = recorded(logs) or found
-    left = [
-        failure
-        for failure in found
-        if _is_left(failure) and (failure.seconds < first.seconds or failure.host != first.host)
-    ]
-    if left and first.trace:  # its peers wait for a rank that left
-        return LaunchError(f"{_as_raised(left[0])}\nThen {_as_raised(first)}")
+    failures = _recorded(logs)
+    if not failures:
+        codes = dict(exit_codes)
+        return LaunchError(f"ranks ended without an error message, exit codes {codes}; see their logs in {logs}")
+    first, *_ = recorded(logs) or failures
+    exits = [failure for failure in failures if _is_left(failure)]
+    before = [exit for exit in exits if exit.seconds < first.seconds or exit.host != first.host]
+    if before and first.trace:  # its peers wait for a rank that left
+        return LaunchError(f"{_as_raised(before[0])}\nThen {_as_raised(first)}")
     if first.host != socket.gethostname() and exit_codes:
         there = error_file(logs, first.rank)
         return LaunchError(f"rank {first.rank} on {first.host} failed first; see its error there, or in {there}")
@@ -245,11 +220,8 @@ def exit_code(error: MeshparError) -> int:
     """Return the exit code of a launcher's process after an error."""
     if isinstance(error, ReplicaError):
         return RETRY
-    return (
-        NO_USE
-        if isinstance(error, RecipeError | PlanError | MeshError | LayoutError | PreflightError | RepeatedFailureError)
-        else 1
-    )
+    useless = RecipeError | PlanError | MeshError | LayoutError | PreflightError | RepeatedFailureError
+    return NO_USE if isinstance(error, useless) else 1
 
 
 def _as_raised(failure: Failure) -> MeshparError:
@@ -275,14 +247,13 @@ def note_start(logs: Path) -> None:
     """Note a start of a recipe, on rank 0; raises RepeatedFailureError if the last two made no new step."""
     if in_vain(logs):
         raise RepeatedFailureError(IN_VAIN)
-    start = f"{logs.name}/{environment.restart()}"
+    start = f"{logs.name}/{terms.restarts()[0]}"
     if start not in _starts(logs):  # nodes that join an elastic job start its ranks again, which is no failure
         with _starts_file(logs).open("a", encoding="utf-8") as file:
             file.write(f"{start}\n")
 
 
 def made_step(logs: Path) -> None:
-    """Note that this start has made a new step."""
     _starts_file(logs).unlink(missing_ok=True)
 
 
@@ -315,11 +286,11 @@ def _starts(logs: Path) -> list[str]:
 
 def _starts_file(logs: Path) -> Path:
     """Return the file beside the folders of all starts, named by what they share."""
-    return logs.parent / f"{environment.series() or logs.name}.no-step"
+    return logs.parent / f"{terms.series() or logs.name}.no-step"
 
 
 @contextmanager
-def watched(
+def watch_progress(
     stall_s: float | None, progress: Callable[[], object], moves: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
     """Run a watchdog, unless ``stall_s`` is None or the job has one rank; see :class:`Watchdog`."""

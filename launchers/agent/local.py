@@ -1,4 +1,4 @@
-"""Start the ranks of this machine with torch's elastic agent in this process, and report how they ended."""
+"""Where ranks run, and torch's elastic agent in this process, which starts and ends the ranks of this machine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, final
+from typing import TYPE_CHECKING, Any, TextIO, TypedDict, cast, final
 
 import torch
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -22,30 +22,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.numa.binding import AffinityMode, NumaOptions
 
+from meshpar.core import runtime
 from meshpar.core.errors import LaunchError, MeshparError, RepeatedFailureError
-from meshpar.launchers import environment
-from meshpar.launchers.agent.check_in import checked_in, children, reach_head, told_while_joining
-from meshpar.launchers.agent.failures import (
-    IN_VAIN,
-    exit_code,
-    first_error,
-    forget_left,
-    in_vain,
-    record_kills,
-    recorded,
-)
-from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
-from meshpar.launchers.agent.terms import (
-    COMPLETE,
-    MEETING_S,
-    NO_RESTART,
-    NO_USE,
-    OTHERS_S,
-    SHUTDOWN_S,
-    STOPPED,
-    RankTask,
-    at_work,
-)
+from meshpar.launchers.agent import failures, terms
+from meshpar.launchers.agent.check_in import announce_joining, check_in_nodes, children, reach_head
+from meshpar.launchers.agent.console import Shown, log_file, start_id
+from meshpar.launchers.agent.terms import MEETING_S, RankTask, at_work
 from meshpar.process.signals import STOPPING, heard, put_back
 
 if TYPE_CHECKING:
@@ -57,21 +39,17 @@ _SHUTDOWN_AFTER_FAILURE_S = 30  # torch's own
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Describe the ranks of this node and the other nodes of the job.
+    """The ranks of this node and the other nodes of the job.
 
     Attributes:
         ranks: number of ranks on this node.
-        nodes: largest number of nodes of the job.
-        least_nodes: smallest number of nodes of an elastic job; equal to ``nodes`` in any other job.
-        node_rank: number of this node, from 0. Ranks are numbered in this order. None in an elastic job, which has no
-            such order.
+        nodes, least_nodes: largest number of nodes, and the smallest one of an elastic job.
+        node_rank: number of this node, in whose order ranks are numbered; None in an elastic job.
         head: ``host:port`` on node 0, to which all nodes connect; empty for one node.
-        restarts: how many times the ranks restart after a failure. It is 0 in a job of several fixed nodes, which
-            cannot restart together: there the scheduler restarts the whole job.
+        restarts: of the ranks after a failure; 0 for several fixed nodes, which a scheduler restarts together.
         run_id: id of this start, equal on all nodes and different for each start of the job.
         meeting_s: seconds within which all nodes must connect.
-        rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which
-            others may join.
+        rejoin_s: of an elastic job: seconds without an answer until a node is lost, then those for others to join.
     """
 
     ranks: int
@@ -108,11 +86,109 @@ class Placement:
         return self.least_nodes < self.nodes
 
 
+class _Options(TypedDict, total=False):
+    """The fields of a :class:`Placement`, as the command line has them."""
+
+    node_rank: int
+    head: str
+    restarts: int
+    rejoin_s: int
+    meeting_s: int
+    run_id: str
+
+
+class Given(_Options, total=False):
+    """The options of the command line on where ranks run; options that were not given are absent."""
+
+    nproc: str
+    nodes: str
+
+
+def adopt_rank(given: Given, placement: Mapping[str, object]) -> str | None:
+    """Return None unless another launcher started this rank; then srun's step, empty under torchrun."""
+    if "nodes" in given:
+        return None
+    step = terms.adopt_srun()
+    if not runtime.launched():
+        return None
+    refuse_placement(placement)
+    return step
+
+
+def report_first_error(logs: Path, step: str) -> AbstractContextManager[None]:
+    """Report the first error of all ranks of a step of srun; torchrun does so itself."""
+    return failures.tell_first(logs / step, runtime.rank()) if step else nullcontext()
+
+
+def drop_unset(placement: Mapping[str, object]) -> Given:
+    """Return what was said of a placement."""
+    return cast("Given", {name: value for name, value in placement.items() if value is not None})
+
+
+def refuse_placement(placement: Mapping[str, object]) -> None:
+    """Raise LaunchError if options that start ranks are given to a process that is a rank already."""
+    names = ", ".join("--" + {"meeting_s": "wait"}.get(name, name).replace("_", "-") for name in drop_unset(placement))
+    if names:
+        raise LaunchError(
+            f"{names}: this is already one of {runtime.world_size()} ranks that torchrun or srun started; leave "
+            f"{names} out; to start ranks from one process on each node, also pass --nodes, --node-rank and --head"
+        )
+
+
+def from_kubeflow(options: Mapping[str, str]) -> Given:
+    """Return the placement from Kubeflow's variables, see :func:`meshpar.launchers.agent.terms.kubeflow`."""
+    placement: Given = {}
+    if "NNODES" in options:
+        placement["nodes"] = options["NNODES"]
+    if "NPROC_PER_NODE" in options:
+        placement["nproc"] = options["NPROC_PER_NODE"]
+    if "NODE_RANK" in options:
+        placement["node_rank"] = int(options["NODE_RANK"])
+    if "MASTER_ADDR" in options:
+        placement["head"] = f"{options['MASTER_ADDR']}:{options.get('MASTER_PORT', '29500')}"
+    return placement
+
+
+def place_ranks(given: Given, ranks_here: Callable[[int], int] | None = None) -> Placement:
+    """Return the placement; ``ranks_here``: nodes -> ranks on this one by default; None: one per accelerator."""
+    least, nodes = node_range(str(given.get("nodes", 1)))
+    ranks = ranks_on_node(given, nodes, ranks_here)
+    names = {"restarts", "run_id"} if nodes == 1 else _Options.__annotations__
+    more = cast("_Options", {name: value for name, value in given.items() if name in names})
+    return Placement(ranks=ranks, nodes=nodes, least_nodes=least, **more)
+
+
+def ranks_on_node(given: Given, nodes: int, ranks_here: Callable[[int], int] | None = None) -> int:
+    """Return the number of ranks on this one of ``nodes`` nodes; for the rest see :func:`place_ranks`."""
+    nproc = str(given.get("nproc", "auto"))
+    if nproc.isdigit() and int(nproc):
+        return int(nproc)
+    if nproc in ("auto", "gpu", "cpu"):
+        return ranks_here(nodes) if ranks_here else accelerators()
+    raise LaunchError(f"--nproc is {nproc!r}; expected a number of ranks on each node, or auto")
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """Return the smallest and the largest number of nodes of ``--nodes N`` or ``--nodes MIN:MAX``."""
+    least, _, largest = text.partition(":")
+    largest = largest or least
+    if not least.isdigit() or not largest.isdigit() or not 1 <= int(least) <= int(largest):
+        raise LaunchError(
+            f"--nodes is {text!r}; expected a number, or MIN:MAX for a job that continues with fewer nodes"
+        )
+    return int(least), int(largest)
+
+
+def accelerators() -> int:
+    """Return the number of accelerators of this machine, 1 where there is none."""
+    return max(1, torch.accelerator.device_count())
+
+
 def _patient(shutdown: Callable[..., None]) -> Callable[..., None]:
     """Return the agent's way to end ranks, with as much time after a signal as torch 2.13 asks for."""
 
     def ended(agent: LocalElasticAgent, *signals: signal.Signals) -> None:
-        PContext.close.__defaults__ = (None, SHUTDOWN_S if signals else _SHUTDOWN_AFTER_FAILURE_S)
+        PContext.close.__defaults__ = (None, terms.SHUTDOWN_S if signals else _SHUTDOWN_AFTER_FAILURE_S)
         shutdown(agent, *signals)
 
     return ended
@@ -129,24 +205,19 @@ def launch_local(recipe: Recipe, ranks: int) -> int:
 
 def launch_recipe(recipe: Recipe, placement: Placement, logs: Path | None = None) -> int:
     """Run a recipe's ranks on this node, see :func:`launch`."""
-    return launch({"kind": "recipe", "recipe": recipe.sent()}, placement, logs or recipe.folder / "logs", sys.stderr)
+    return launch({"recipe": recipe.sent()}, placement, logs or recipe.folder / "logs", sys.stderr)
 
 
 def launch(work: Mapping[str, Any], placement: Placement, logs: Path, console: TextIO) -> int:
     """Run this node's ranks until they end; return 0, or 128 + the signal that stopped them."""
     with tempfile.TemporaryDirectory(prefix="meshpar-") as folder, _signals_restored(), ExitStack() as stack:
-        placement = stack.enter_context(_identified(placement))
+        placement = stack.enter_context(_identify_start(placement))
         logs = (logs / placement.run_id).absolute()
         logs.mkdir(parents=True, exist_ok=True)
         terminal = console.isatty() and placement.nodes == 1
         _set_environment(placement)
-        task = RankTask(
-            logs=logs,
-            scratch=Path(folder),
-            terminal=terminal,
-            most_ranks=placement.nodes * placement.ranks if placement.elastic else 0,
-            **work,
-        )
+        most_ranks = placement.nodes * placement.ranks if placement.elastic else 0
+        task = RankTask(logs=logs, scratch=Path(folder), terminal=terminal, most_ranks=most_ranks, **work)
         stack.enter_context(at_work(task)).write()
         config = _config(placement, folder)
         if not terminal and not placement.node_rank:
@@ -156,52 +227,52 @@ def launch(work: Mapping[str, Any], placement: Placement, logs: Path, console: T
         except ChildFailedError as failed:
             _ignore_signals()
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            stopped = STOPPED & set(codes.values())
-            if stopped and set(codes.values()) <= STOPPED | {
-                -signal.SIGTERM
-            }:  # the agent ends the others when one has gone
-                if in_vain(logs):
-                    (logs / NO_RESTART).touch()
+            stopped = terms.STOPPED & set(codes.values())
+            # the agent ends the others when one has gone
+            if stopped and set(codes.values()) <= terms.STOPPED | {-signal.SIGTERM}:
+                if failures.in_vain(logs):
+                    (logs / terms.NO_RESTART).touch()
                 return max(stopped)
-            record_kills(logs, codes)
+            failures.record_kills(logs, codes)
             if placement.nodes > 1:
-                time.sleep(OTHERS_S)
-            raise _noted(first_error(logs, codes), logs) from None
+                time.sleep(terms.OTHERS_S)
+            raise _mark_useless(failures.first_error(logs, codes), logs) from None
         except SignalException as stop:
             _ignore_signals()
-            _end_ranks(logs)
-            if recorded(logs):
-                raise _noted(first_error(logs, {}), logs) from None
+            for child in children(logs):  # after a second signal, or where ranks did not stop in time
+                with suppress(OSError):  # it may be gone by now
+                    os.kill(child, signal.SIGKILL)
+            if failures.recorded(logs):
+                raise _mark_useless(failures.first_error(logs, {}), logs) from None
             return 128 + int(stop.sigval)
-    forget_left(logs)
-    (logs / COMPLETE).touch()
+    failures.forget_left(logs)
+    (logs / terms.COMPLETE).touch()
     return 0
 
 
 @contextmanager
-def _identified(placement: Placement) -> Iterator[Placement]:
+def _identify_start(placement: Placement) -> Iterator[Placement]:
     """Yield the placement with the start's id, equal on all nodes; fixed nodes first connect to agree on one."""
     if placement.nodes == 1:
         yield replace(placement, run_id=placement.run_id or start_id())
         return
     if placement.elastic:
         reach_head(placement.head, placement.node_rank, placement.meeting_s)
-        with told_while_joining(placement.head, f"{placement.least_nodes} to {placement.nodes}", placement.meeting_s):
+        with announce_joining(placement.head, f"{placement.least_nodes} to {placement.nodes}", placement.meeting_s):
             yield replace(placement, run_id=placement.run_id or "elastic")
         return
     assert placement.node_rank is not None
-    with checked_in(
-        placement.head, placement.node_rank, placement.nodes, placement.run_id, placement.meeting_s
-    ) as run_id:
+    nodes, wait_s = placement.nodes, placement.meeting_s
+    with check_in_nodes(placement.head, placement.node_rank, nodes, placement.run_id, wait_s) as run_id:
         yield replace(placement, run_id=run_id)
 
 
-def _noted(error: MeshparError, logs: Path) -> MeshparError:
+def _mark_useless(error: MeshparError, logs: Path) -> MeshparError:
     """Write a marker file for the scheduler if another start is useless: it may see another node's exit code."""
-    if in_vain(logs) and exit_code(error) != NO_USE:
-        error = RepeatedFailureError(f"{error}\n{IN_VAIN}")
-    if exit_code(error) == NO_USE:
-        (logs / NO_RESTART).touch()
+    if failures.in_vain(logs) and failures.exit_code(error) != terms.NO_USE:
+        error = RepeatedFailureError(f"{error}\n{failures.IN_VAIN}")
+    if failures.exit_code(error) == terms.NO_USE:
+        (logs / terms.NO_RESTART).touch()
     return error
 
 
@@ -239,19 +310,12 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
 
 def _numa(ranks: int) -> dict[str, Any]:
     """Return torchrun's --numa-binding: as the environment sets it, or by node if each rank has its own GPU."""
-    mode = environment.numa_binding()
+    mode = terms.setting("MESHPAR_NUMA_BINDING")
     if not mode:
-        whole = (
-            sys.platform == "linux"
-            and len(os.sched_getaffinity(0)) == os.cpu_count()
-            and shutil.which("numactl") is not None
-        )
-        if (
-            not whole
-            or environment.shares_devices()
-            or not torch.cuda.is_available()
-            or torch.cuda.device_count() != ranks
-        ):
+        # numactl would refuse to leave the part of the CPUs that a scheduler gives
+        whole = sys.platform == "linux" and len(os.sched_getaffinity(0)) == os.cpu_count()
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not whole or shutil.which("numactl") is None or terms.setting("MESHPAR_FIRST_DEVICE") or devices != ranks:
             return {}
         return {"numa_options": NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)}
     modes = [affinity.value for affinity in AffinityMode]
@@ -268,12 +332,12 @@ def _set_environment(placement: Placement) -> None:
         # read stale addresses there and fail every time. With this setting each start makes a new store.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(max(1, cores // placement.ranks)),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(terms.SHUTDOWN_S),
     }
-    if torch.cuda.is_available() and not environment.allocator():
+    if torch.cuda.is_available() and not terms.setting("PYTORCH_CUDA_ALLOC_CONF"):
         # Blocks of gathered parameters and of activations differ in size: segments of fixed size fragment.
         suggested["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    environment.suggest(suggested)
+    terms.suggest(suggested)
     # torch's own reports of a failure would repeat the rank's error, which the caller prints once.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
@@ -293,10 +357,3 @@ def _ignore_signals() -> None:
     """Ignore signals after the ranks ended, so that a scheduler which ends the job now does not cut off the report."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _end_ranks(mark: Path) -> None:
-    """Kill ranks, which have ``mark`` in their command lines, that did not stop in time."""
-    for child in children(mark):
-        with suppress(OSError):  # it may be gone by now
-            os.kill(child, signal.SIGKILL)

@@ -9,32 +9,26 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import final
 
+from meshpar.core.errors import LaunchError
 from meshpar.core.waiting import Waiting
-from meshpar.launchers.agent.rank_logs import start_id
-from meshpar.launchers.agent.starting import free_port
+from meshpar.launchers.agent.console import start_id
 from meshpar.launchers.agent.terms import NO_USE, RETRY, SILENT_S, STOPPED
 
 _BEAT_S, _ANSWER_S, _POLL_S = 1.0, 5.0, 0.05
 _LONGEST = 1 << 16  # bytes of a line, and about as many are read at once
 _PENDING = 64  # connections that are accepted at once
+_FREE_PORTS = range(20_000, 32_768)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One start of a replica's ranks, equal on all of its nodes.
-
-    Attributes:
-        head: ``host:port`` on the replica's first node, where the nodes' agents connect.
-        run_id: id of this start.
-        series: id of the starts among which those without a new step are counted.
-    """
+    """One start of a replica's ranks: its address and id, and the id of the starts in which steps are counted."""
 
     head: str
     run_id: str
@@ -55,35 +49,24 @@ class Meeting:
     """
 
     def __init__(self, file: Path, replica: int, node: int, nodes: int) -> None:
-        """Describe the replica.
-
-        Args:
-            file: for the address, in a folder that all nodes share.
-            replica: number of the replica.
-            node: this node's place in the replica.
-            nodes: number of nodes of the replica.
-        """
-        self._file, self._replica, self._node, self._nodes = file, replica, node, nodes
-        self._stack = ExitStack()
+        """Describe a node of a replica; ``file``: for the first node's address, in a folder that all nodes share."""
+        self._address = _Address(file)
+        self._replica, self._node, self._nodes = replica, node, nodes
         self._server: socket.socket | None = None
-        self._key, self._id, self._starts, self._series = secrets.token_hex(8), start_id(), 0, 0
+        self._run_id = self._series = f"{start_id()}-0"
         self._links, self._new, self._left = dict[int, _Link](), list[_Link](), list[_Link]()
-        self._place, self._whom, self._beaten, self._looked = "", "", -math.inf, -math.inf
-        self._taken = False
+        self._whom, self._taken = "", False
         self.lost: int | None = None
         self.codes: dict[int, int] = {}
 
     def __enter__(self) -> Meeting:
         if self._node == 0 and self._nodes > 1:
-            self._server = self._stack.enter_context(_server())
+            self._server = _serve()
             self._server.setblocking(False)
-            self._place = f"{socket.gethostname()}:{self._server.getsockname()[1]} {self._key}"
-            publish(self._file, self._place)
+            self._address.publish(f"{socket.gethostname()}:{self._server.getsockname()[1]} {secrets.token_hex(8)}")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._leave()
         deadline = time.monotonic() + _ANSWER_S
         while self._left and time.monotonic() < deadline:
@@ -91,12 +74,13 @@ class Meeting:
             time.sleep(_POLL_S)
         for link in (*self._left, *self._new):
             link.close()
-        self._stack.close()
+        if self._server is not None:
+            self._server.close()
 
     def gather(self, over: Callable[[], bool], wait_s: float) -> Start | None:
         """Wait for all nodes and return the next start; None if it is ``over``, or nodes are missing or have ended."""
         if self.lost is not None or self.verdict() == RETRY:
-            self._series = self._starts  # the ranks are no cause of these
+            self._series = self._run_id  # the ranks are no cause of these
         self._leave()
         self.codes = {}
         waiting = Waiting(wait_s)
@@ -145,63 +129,55 @@ class Meeting:
         self.keep()
         missing = [node for node in range(1, self._nodes) if node not in self._links]
         if missing:
-            self._whom = f"{self.names(*missing)} at {self._place.partition(' ')[0]}"
-            if not self._known():  # another node may have made the folder anew
-                publish(self._file, self._place)
+            self._whom = f"{self.names(*missing)} at {self._address.text.partition(' ')[0]}"
+            if not self._address.read():  # another node may have made the folder anew
+                self._address.publish(self._address.text)
             return None
-        self._starts += 1
+        series, _, number = self._run_id.rpartition("-")
+        self._run_id = f"{series}-{int(number) + 1}"
         head = f"{socket.gethostname()}:{free_port()}" if self._nodes > 1 else ""
-        start = Start(head=head, run_id=f"{self._id}-{self._starts}", series=f"{self._id}-{self._series}")
+        start = Start(head=head, run_id=self._run_id, series=self._series)
         self._send("start", start.head, start.run_id, start.series)
         return start
 
     def _come(self) -> Start | None:
         """Connect to the first node, which may have moved, and return the start that it tells."""
-        known = self._known()
-        if known and (known != self._place or 0 not in self._links):
+        published = self._address.read()
+        if published and (published != self._address.text or 0 not in self._links):
             self._leave()
-            self._place = known
-            address, _, key = known.partition(" ")
+            self._address.text = published
+            address, _, key = published.partition(" ")
             self._whom = f"{self.names(0)} at {address}"
             host, _, port = address.rpartition(":")
             with suppress(OSError):
                 self._links[0] = _Link(socket.create_connection((host, int(port)), timeout=_ANSWER_S))
                 self._send("come", key, self._node)
         self._beat()
-        self._whom = self._whom or f"{self.names(0)}, whose address is not in {self._file}"
-        found: Start | None = None
+        self._whom = self._whom or f"{self.names(0)}, whose address is not in {self._address.file}"
+        start: Start | None = None
         for word, *rest in self._hear(0):
             if word == "start":
-                found = Start(head=rest[0], run_id=rest[1], series=rest[2])
+                start = Start(head=rest[0], run_id=rest[1], series=rest[2])
             elif word == "waits":
                 self._whom = " ".join(rest)
-        return found if 0 in self._links else None
-
-    def _known(self) -> str:
-        """Return what the file has, which is read once a second."""
-        now = time.monotonic()
-        if now - self._looked < _BEAT_S:
-            return self._place
-        self._looked = now
-        with suppress(FileNotFoundError):
-            return self._file.read_text(encoding="utf-8").strip()
-        return ""
+        return start if 0 in self._links else None
 
     def _accept(self, server: socket.socket) -> None:
         """Accept nodes. One that comes again was lost before, or another process came with its number."""
         with suppress(BlockingIOError):
             for _ in range(_PENDING):
                 self._new.append(_Link(server.accept()[0]))
+        key = self._address.text.partition(" ")[2]
         for link in list(self._new):
             lines = link.lines()
-            for place, line in enumerate(lines):
-                if line[:2] == ["come", self._key] and len(line) == 3:
+            for number, line in enumerate(lines, 1):
+                if line[:2] == ["come", key] and len(line) == 3:
                     self._new.remove(link)
                     if (node := int(line[2])) in self._links:
                         self._links[node].send("taken")
                         self._lose(node)
                     self._links[node] = link
-                    self._follow(lines[place + 1 :])  # which may have been read at once
+                    self._follow(lines[number:])  # which may have been read at once
                     break
             if link.closed and link in self._new:
                 self._new.remove(link)
@@ -256,10 +232,8 @@ class Meeting:
                 link.close()
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        if now - self._beaten >= _BEAT_S:
-            self._beaten = now
-            self._send("waits", self._whom or "for nobody")
+        for link in self._links.values():
+            link.beat("waits", self._whom or "for nobody")
 
     def _send(self, *words: object) -> None:
         for link in self._links.values():
@@ -275,13 +249,18 @@ class _Link:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        self._connection, self._rest, self._heard = connection, b"", time.monotonic()
+        self._connection, self._rest, self._heard, self._beaten = connection, b"", time.monotonic(), -math.inf
         self.closed = False
 
     def send(self, *words: object) -> None:
-        """Send a line of words."""
         with suppress(OSError):  # ``lines`` sees that it is closed
             self._connection.send(" ".join(map(str, words)).encode() + b"\n")
+
+    def beat(self, *words: object) -> None:
+        """Send a line of words if none was sent in this way for a second."""
+        if time.monotonic() - self._beaten >= _BEAT_S:
+            self._beaten = time.monotonic()
+            self.send(*words)
 
     def lines(self) -> list[list[str]]:
         """Return lines that have come, each as its words; more of a peer that sends without end at the next call."""
@@ -302,14 +281,34 @@ class _Link:
             self._connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 
-def _server() -> socket.socket:
+def _serve() -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
+
+
+@final
+class _Address:
+    """The file with the first node's address and key; ``text``: what this node knows of it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.text, self._looked = file, "", -math.inf
+
+    def read(self) -> str:
+        """Return the content, which is read once a second."""
+        if time.monotonic() - self._looked < _BEAT_S:
+            return self.text
+        self._looked = time.monotonic()
+        with suppress(FileNotFoundError):
+            return self.file.read_text(encoding="utf-8").strip()
+        return ""
+
+    def publish(self, text: str) -> None:
+        self.text = text
+        publish(self.file, text)
 
 
 def publish(path: Path, text: str) -> None:
@@ -319,3 +318,13 @@ def publish(path: Path, text: str) -> None:
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(f"{text}\n")
     new.replace(path)
+
+
+def free_port() -> int:
+    """Return a free port below the kernel's ephemeral range (32768), so that it stays free for some seconds."""
+    first = os.getpid() % len(_FREE_PORTS)  # processes that ask at the same time begin at different ports
+    for port in (*_FREE_PORTS[first:], *_FREE_PORTS[:first]):
+        with socket.socket() as server, suppress(OSError):  # taken
+            server.bind(("", port))
+            return port
+    raise LaunchError(f"all ports from {_FREE_PORTS[0]} to {_FREE_PORTS[-1]} are in use; free one of them")

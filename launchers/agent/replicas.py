@@ -1,4 +1,4 @@
-"""Start the replicas of this node (``--elastic=replicas``): jobs of fixed nodes that start again after a failure."""
+"""Agents as processes: replicas of a job, which start again after a failure, and nodes simulated on this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -20,18 +20,18 @@ from typing import final
 from meshpar.checkpoints import CheckpointManager
 from meshpar.core.errors import LaunchError, ReplicaError
 from meshpar.core.mesh import MeshSpec
-from meshpar.launchers import environment
+from meshpar.launchers.agent import terms
 from meshpar.launchers.agent.check_in import children
-from meshpar.launchers.agent.meeting import Meeting, Start, publish
-from meshpar.launchers.agent.starting import handling
+from meshpar.launchers.agent.meeting import Meeting, Start, free_port, publish
 from meshpar.launchers.agent.terms import COMPLETE, NO_USE, RETRY, SHUTDOWN_S, STOPPED
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.process.signals import heard
+from meshpar.process.signals import STOPPING, heard, put_back
 from meshpar.training import Lighthouse, elastic_job
 
 _POLL_S, _ANSWER_S, _TELL_S, _WAIT_S = 0.2, 5.0, 10.0, 900.0
 _FOLLOW_S = 10.0  # in which ranks end by themselves after those of another node failed
 _RESTARTS = 1000
+_RUN = (sys.executable, "-m", "meshpar.launchers", "run")
 
 
 @final
@@ -40,12 +40,10 @@ class Division:
     """The replicas of a job.
 
     Attributes:
-        count: number of replicas of the job.
-        here: numbers of those on this node.
-        ranks: number of ranks of each.
-        mesh: of each.
+        count, here: number of replicas of the job, and the numbers of those on this node.
+        ranks, mesh: of each replica.
         nodes: number of nodes of each, 1 if a node has one or more whole replicas.
-        node: place of this node among the nodes of its replica.
+        node: number of this node among the nodes of its replica.
     """
 
     count: int
@@ -73,7 +71,7 @@ def check_elastic(elastic: str) -> None:
         )
 
 
-def divided(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
+def divide_replicas(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
     """Return the replicas of a mesh on ``nodes`` nodes; raises LaunchError if nodes cannot share them evenly."""
     count = mesh.axes.get("dp_replicate", 1)
     if count < 2:
@@ -101,28 +99,16 @@ def launch_replicas(
 ) -> int:
     """Run this node's replicas until they end, and return the exit code: 0 if the job is complete.
 
-    The lighthouse runs in this process on node 0, unless ``TORCHFT_LIGHTHOUSE`` names another. This process also holds
-    the run's folder for the job, of which any replica may write.
-
-    Args:
-        recipe: of the whole job.
-        division: its replicas.
-        head: ``host:port`` of the lighthouse, or a file that all nodes share, into which node 0 writes it; empty on one
-            node.
-        node_rank: number of this node.
-        restarts: how often a replica is started again; None: as often as needed.
-        logs: folder of logs; None: ``logs`` in the run's folder.
-
-    Raises:
-        ReplicaError: no replica of this node could complete the job; another start resumes from the newest checkpoint.
+    Node 0's process holds the run's folder, and serves the lighthouse unless ``TORCHFT_LIGHTHOUSE`` names another;
+    ``head`` is its ``host:port``, or a shared file into which node 0 writes that; empty on one node.
     """
     logs = (logs or recipe.folder / "logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        place = elastic_job.lighthouse() or head
+        lighthouse = elastic_job.lighthouse() or head
         if not node_rank:
             if not elastic_job.lighthouse():
-                place = _served(stack, head, recipe.patience)
+                lighthouse = _serve_lighthouse(stack, head, recipe.patience)
             manager = stack.enter_context(CheckpointManager(recipe.folder / "checkpoints"))
             manager.own()
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshpar-")))
@@ -130,12 +116,17 @@ def launch_replicas(
         path.write_text(division.recipe(recipe).to_yaml(), encoding="utf-8")
         restarts = _RESTARTS if restarts is None else restarts
         addresses = recipe.folder / "logs"  # which all nodes see, unlike a folder of ``logs``
-        kept = [
-            _Replica(number, division, path, place, logs, restarts, addresses / f"replica-{number}.address")
+        replicas = [
+            _Replica(number, division, path, lighthouse, logs, restarts, addresses / f"replica-{number}.address")
             for number in division.here
         ]
-        with handling(heard(), lambda number: _pass_on(kept, number)), ThreadPoolExecutor(len(kept)) as pool:
-            codes = list(pool.map(_Replica.run, kept))
+
+        def stop(number: int) -> None:
+            for replica in replicas:
+                replica.stop(number)
+
+        with handling(heard(), stop), ThreadPoolExecutor(len(replicas)) as pool:
+            codes = list(pool.map(_Replica.run, replicas))
     if 0 in codes:
         (logs / COMPLETE).touch()
         return 0
@@ -150,7 +141,7 @@ def launch_replicas(
     raise LaunchError(f"{ends}; correct what failed, which their messages above say, and start the job again")
 
 
-def _served(stack: ExitStack, head: str, patience_s: float) -> str:
+def _serve_lighthouse(stack: ExitStack, head: str, patience_s: float) -> str:
     """Serve the lighthouse, and return where; with a file, also its address is there for the other nodes."""
     shared = Path(head) if "/" in head else None
     port = int(head.rpartition(":")[2] or 0) if shared is None else 0
@@ -166,10 +157,10 @@ class _Replica:
     """A replica of this node, which is started again where it could not go on with the others."""
 
     def __init__(
-        self, number: int, division: Division, recipe: Path, place: str, logs: Path, restarts: int, address: Path
+        self, number: int, division: Division, recipe: Path, lighthouse: str, logs: Path, restarts: int, address: Path
     ) -> None:
-        """``place``: see the ``head`` of :func:`launch_replicas`; ``address``: see the ``file`` of :class:`Meeting`."""
-        self._number, self._division, self._place, self._complete = number, division, place, logs / COMPLETE
+        """``lighthouse``: its URL, address or file; ``address``: the ``file`` of :class:`Meeting`."""
+        self._number, self._division, self._place, self._complete = number, division, lighthouse, logs / COMPLETE
         self._was_complete = self._complete.exists()  # a run that now goes on
         self._meeting = Meeting(address, number, division.node, division.nodes)
         self._restarts, self._recipe, self._logs = restarts, recipe, logs / f"replica-{number}"
@@ -177,11 +168,11 @@ class _Replica:
             "MESHPAR_REPLICA": str(number),
             "MESHPAR_REPLICAS": str(division.count),
             "MESHPAR_FIRST_DEVICE": str(division.here.index(number) * division.ranks_here),
-            "OMP_NUM_THREADS": environment.threads() or str(_threads(division)),
+            "OMP_NUM_THREADS": terms.setting("OMP_NUM_THREADS") or str(_threads(division)),
         }
-        if environment.series():  # starts without a step are counted for each replica
-            changes["MESHPAR_JOB_ID"] = f"{environment.series()}-{number}"
-        self._environment = environment.inherited(changes)
+        if terms.series():  # starts without a step are counted for each replica
+            changes["MESHPAR_JOB_ID"] = f"{terms.series()}-{number}"
+        self._environment = terms.inherited(changes)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = self._signals = 0
 
@@ -200,8 +191,8 @@ class _Replica:
                         break
                 elif start is None or meeting.lost is None:
                     received = next(iter(meeting.codes.values()), None)
-                    own = 0 if self._is_complete() else 128 + self._stopped if self._stopped else RETRY
-                    code = own if received is None else received
+                    unstarted = 128 + self._stopped if self._stopped else RETRY
+                    code = received if received is not None else 0 if self._is_complete() else unstarted
                     meeting.tell(code)
                     if received not in again or self._stopped:
                         break
@@ -210,10 +201,9 @@ class _Replica:
     def _run(self, start: Start, address: str) -> int:
         """Run the ranks of this node, and return how the replica's ranks ended."""
         meeting, deadline = self._meeting, math.inf
-        known = {"MESHPAR_JOB_ID": start.series, **self._environment} if self._division.nodes > 1 else self._environment
-        self._process = process = subprocess.Popen(
-            self._command(start), env={**known, "TORCHFT_LIGHTHOUSE": address}, start_new_session=True
-        )
+        series = {"MESHPAR_JOB_ID": start.series} if self._division.nodes > 1 else {}
+        variables = {**series, **self._environment, "TORCHFT_LIGHTHOUSE": address}
+        self._process = process = subprocess.Popen(self._command(start), env=variables, start_new_session=True)
         while meeting.lost is None and not self._has_ended(process):
             meeting.keep()
             failed = [code for code in meeting.codes.values() if code]
@@ -238,29 +228,11 @@ class _Replica:
 
     def _command(self, start: Start) -> list[str]:
         division = self._division
-        command = [
-            sys.executable,
-            "-m",
-            "meshpar.launchers",
-            "run",
-            "--nproc",
-            str(division.ranks_here),
-            "--logs",
-            str(self._logs),
-        ]
+        command = [*_RUN, f"--nproc={division.ranks_here}", f"--logs={self._logs}"]
         if division.nodes == 1:
-            return [*command, "--restarts", str(self._restarts), str(self._recipe)]
-        place = [
-            "--nodes",
-            str(division.nodes),
-            "--node-rank",
-            str(division.node),
-            "--head",
-            start.head,
-            "--run-id",
-            start.run_id,
-        ]
-        return [*command, *place, str(self._recipe)]
+            return [*command, f"--restarts={self._restarts}", str(self._recipe)]
+        command += [f"--nodes={division.nodes}", f"--node-rank={division.node}"]
+        return [*command, f"--head={start.head}", f"--run-id={start.run_id}", str(self._recipe)]
 
     def _has_ended(self, process: subprocess.Popen[bytes]) -> bool:
         with suppress(subprocess.TimeoutExpired):
@@ -268,7 +240,6 @@ class _Replica:
         return process.returncode is not None
 
     def stop(self, number: int) -> None:
-        """Pass a signal on."""
         self._stopped, self._signals = number, self._signals + 1
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
@@ -303,7 +274,6 @@ class _Replica:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End an agent and its ranks at once."""
     if process.poll() is None:
         process.send_signal(signal.SIGSTOP)  # it starts no more ranks
         for pid in (*children(of=process.pid), process.pid):
@@ -317,6 +287,47 @@ def _threads(division: Division) -> int:
     return max(1, cores // (division.ranks_here * len(division.here)))
 
 
-def _pass_on(kept: Sequence[_Replica], number: int) -> None:
-    for process in kept:
-        process.stop(number)
+@contextmanager
+def handling(signals: Sequence[signal.Signals], handle: Callable[[int], None]) -> Iterator[None]:
+    """Call ``handle`` with the number of each of these signals, until the ``with`` block ends."""
+    before = {number: signal.signal(number, lambda got, _: handle(got)) for number in signals}
+    try:
+        yield
+    finally:
+        put_back(before)
+
+
+def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
+    """Run a recipe on ``nodes`` agents of this machine with ``nproc`` ranks each; return the exit code."""
+    with tempfile.TemporaryDirectory(prefix="meshpar-") as folder:
+        path = Path(folder) / f"{recipe.name}.yaml"
+        path.write_text(recipe.to_yaml(), encoding="utf-8")
+        head = f"127.0.0.1:{free_port()}"
+        agent = [*_RUN, f"--nodes={nodes}", f"--nproc={nproc}", f"--head={head}", f"--run-id={Path(folder).name}"]
+        running = [
+            subprocess.Popen([*agent, f"--node-rank={node}", str(path)], start_new_session=True)
+            for node in range(nodes)
+        ]
+        with handling(heard(), lambda number: _send(running, number)):
+            codes = await_all(running)
+    failed = [node for node, code in enumerate(codes) if code not in (0, *(128 + number for number in STOPPING))]
+    if failed:
+        raise LaunchError(f"node {failed[0]} of {nodes} ended with exit code {codes[failed[0]]}; see its message above")
+    return max(codes)
+
+
+def await_all(running: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for all nodes; if one fails, ask the others to stop."""
+    asked = False
+    while any(process.poll() is None for process in running):
+        if not asked and any(process.poll() not in (None, 0) for process in running):
+            _send(running, signal.SIGTERM)
+            asked = True
+        time.sleep(_POLL_S)
+    return [process.returncode for process in running]
+
+
+def _send(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in running:
+        if process.poll() is None:
+            process.send_signal(number)

@@ -1,25 +1,31 @@
-"""What a launcher and its ranks agree on: a task as one value, exit codes, marker files and waits."""
+"""What a launcher and its ranks agree on: variables, a task as one value, exit codes, marker files and waits.
+
+The launchers read the environment here alone, and without torch, which a script's rank may do without.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
+from meshpar.core.errors import LaunchError
 from meshpar.process.signals import STOPPING
+
+_PORTS, _FIRST_PORT = 10_000, 20_000
 
 NO_USE = 78
 """Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed
 preflight, or starts that make no step."""
 
 RETRY = 75
-"""Exit code of a replica that cannot go on with the others, when another start may succeed (sysexits.h:
-EX_TEMPFAIL).
-"""
+"""Exit code when another start may succeed (sysexits.h: EX_TEMPFAIL): of a rank that the watchdog ended, or a replica
+that lost the others."""
 
 STOPPED = {128 + number for number in STOPPING}
 """Exit codes of ranks that a signal stopped."""
@@ -45,19 +51,7 @@ OTHERS_S = 1.0
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """Describe what the ranks of this node do in one start of a job. The launcher writes it, and each rank reads it.
-
-    Attributes:
-        logs: folder of the start's logs, which nodes may share.
-        scratch: folder of this machine for errors that cannot be written to the logs, as on a full disk.
-        kind: what is run.
-        what: path of the script, or name of the module; empty for a recipe.
-        arguments: of the script or module.
-        recipe: the resolved recipe, see :meth:`meshpar.launchers.recipes.recipe.Recipe.sent`.
-        terminal: whether rank 0 writes to the launcher's terminal.
-        most_ranks: number of ranks of an elastic job without lost nodes; 0 in any other job.
-        launcher: number of the launcher's process, with which the ranks end.
-    """
+    """What the ranks of this node do in one start of a job. The launcher writes it, and each rank reads it."""
 
     logs: Path
     scratch: Path
@@ -98,3 +92,90 @@ def at_work(task: RankTask) -> Iterator[RankTask]:
 def task() -> RankTask | None:
     """Return the task at which this process works; None in one that no launcher of meshpar started."""
     return _tasks[-1] if _tasks else None
+
+
+def rank() -> int:
+    """Return this process's rank, as torch's agent sets it."""
+    return int(os.environ["RANK"])
+
+
+def world_size() -> int:
+    """Return the number of ranks of the job, as torch's agent sets it."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def restarts() -> tuple[int, int]:
+    """Return how often torch's agent has started the ranks again, and how often it may."""
+    count, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return int(count), int(most)
+
+
+def series() -> str:
+    """Return the scheduler's id of the job, which its starts share; empty without a scheduler that sets one."""
+    return os.environ.get("MESHPAR_JOB_ID", "")
+
+
+def setting(name: str) -> str:
+    """Return a variable that the user or a launcher may set; empty where it is unset."""
+    return os.environ.get(name, "")
+
+
+def kubeflow() -> dict[str, str]:
+    """Return Kubeflow's variables, which have the names of torchrun's options, without their prefix."""
+    return {name.removeprefix("PET_"): value for name, value in os.environ.items() if name.startswith("PET_")}
+
+
+def srun() -> Mapping[str, str]:
+    """Return the variables of a step of several srun tasks; empty outside of one, and under torchrun."""
+    slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
+    if "RANK" in os.environ or not {"SLURM_PROCID", "SLURM_STEP_ID"} <= slurm.keys():
+        return {}
+    tasks = slurm.get("SLURM_STEP_NUM_TASKS", "1")
+    if not tasks.isdigit():
+        raise LaunchError(f"SLURM_STEP_NUM_TASKS is {tasks!r}; expected the number of tasks of this step")
+    return slurm if int(tasks) > 1 else {}
+
+
+def inherited(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that is started, with ``changes``."""
+    return {**os.environ, **changes}
+
+
+def suggest(values: Mapping[str, str]) -> None:
+    """Set variables that nobody has set, for this process and those that it starts."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def adopt_srun() -> str:
+    """Set RANK and the others from srun's variables; return the step's id, empty outside of such a step."""
+    step = srun()
+    if not step:
+        return ""
+    try:
+        nodes = step["SLURM_STEP_NODELIST"]
+        per_node = step["SLURM_STEP_TASKS_PER_NODE"]
+        job = int(step["SLURM_JOB_ID"]) + int(step["SLURM_STEP_ID"])
+        values = {
+            "RANK": step["SLURM_PROCID"],
+            "WORLD_SIZE": step["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_RANK": step["SLURM_LOCALID"],
+            "LOCAL_WORLD_SIZE": re.split(r"[(,]", per_node)[0],
+            "MASTER_ADDR": first_node(nodes),
+            "MASTER_PORT": str(_FIRST_PORT + job % _PORTS),
+        }
+    except (KeyError, ValueError) as error:
+        raise LaunchError(
+            f"this is a task of a SLURM step, but {error} is missing or cannot be read; start it with srun, or with "
+            "torchrun"
+        ) from error
+    suggest(values)
+    return f"{step['SLURM_JOB_ID']}.{step['SLURM_STEP_ID']}-{step.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def first_node(text: str) -> str:
+    """Return the first host of a SLURM node list: ``n[01-04,7],m1`` -> ``n01``, ``rack[1-2]n[3,5]`` -> ``rack1n3``."""
+    head = re.match(r"(?:[^\[\],]|\[\d[^\[\]]*\])+(?=,|$)", text)
+    if head is None:
+        raise LaunchError(f"cannot read SLURM node list {text!r}")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", head[0])

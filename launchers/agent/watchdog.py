@@ -14,30 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO, final
 
 import torch.distributed as dist
 
 from meshpar._torch.groups import collective_counts, last_collectives
-
-STALLED = 75
-"""The exit code of a rank that the watchdog ended (sysexits.h: EX_TEMPFAIL); another start may heal it."""
+from meshpar.launchers.agent.terms import RETRY
 
 _STORE = "it is on rank 0's host: rank 0 or its launcher is stopped or dead"
 
 
 @final
 class Watchdog:
-    """Ends a job that stands still. A context manager; no collective, for they are what stalls: ranks talk through the
-    store.
+    """Ends a job without progress: a new value of ``progress()`` or ``moves()``, or a collective. A context manager.
 
-    Progress is a new value of ``progress()`` or of ``moves()``, or one more collective on any process group. When there
-    was none for ``stall_s`` seconds, this rank writes its stacks, its step and the last collective of each group to
-    ``file``, asks the others to do the same, and rank 0 (the lowest rank that answers) names those that did not arrive:
-    ranks that do not answer at all, and ranks that are behind the others in some group. Then every rank leaves with
-    :data:`STALLED`, at most about 20 seconds after the bound. A rank that does not answer (stopped, or stuck) is killed
-    by one of its host's, so that the launcher need not wait for it.
+    After ``stall_s`` seconds this rank writes its stacks, step and last collectives to ``file``, and asks the others by
+    the store to do the same. The lowest rank that answers names those that do not answer, or are behind in some group.
+    Every rank leaves with :data:`RETRY` about 20 seconds after the bound; ranks that do not answer are killed.
     """
 
     def __init__(
@@ -56,18 +49,13 @@ class Watchdog:
         """Prepare; entering starts it.
 
         Args:
-            stall_s: seconds without progress that are too many; time-outs of collectives must be longer, or they end
-                the job first.
+            stall_s: seconds without progress; time-outs of collectives must be longer, or they end the job first.
             store: a connection of this watchdog's own, equal on all ranks.
-            progress: returns another value when the job has moved, such as the step.
-            rank: of this process.
-            world_size: number of ranks.
-            moves: returns another value when work moves in which there is neither step nor collective: validation,
-                writing.
-            on_stall: is told the verdict before the process ends, and whether ranks were found that did not arrive;
-                otherwise the store could not be asked, and what took it down is told by others.
+            progress, moves: return another value after a step, and after other work, such as validation or writing.
+            rank, world_size: of this process, and the number of ranks.
+            on_stall: gets the verdict before the process ends, and whether the store could be asked for it.
             file: for stacks and verdict; None: standard error.
-            answer_s: seconds in which a rank that lives answers when one of them asks.
+            answer_s: seconds in which a rank that lives answers.
         """
         self._stall_s, self._progress, self._moves = stall_s, progress, moves
         # torch's types do not know append.
@@ -86,9 +74,7 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         for thread in self._threads:
             thread.join(1.0)  # a thread that still talks when the interpreter ends can abort it
@@ -129,7 +115,12 @@ class Watchdog:
             }
             with suppress(Exception):
                 where["groups"] = {group: list(pair) for group, pair in last_collectives().items()}
-            self._write(self._says(where))
+            groups = where["groups"].items()
+            last = "; ".join(f"{group}: {what} (number {number})" for group, (number, what) in groups) or "none"
+            self._write(
+                f"watchdog: rank {self._rank} on {where['host']} has made no progress for {where['idle_s']:.0f} s; "
+                f"step {where['step']}; last collective of each group: {last}"
+            )
             with suppress(Exception):
                 faulthandler.dump_traceback(file=self._file or sys.stderr, all_threads=True)
             verdict, sure = self._ask(where)
@@ -139,15 +130,7 @@ class Watchdog:
                     self._on_stall(verdict, sure)
             self._silent()  # last: it breaks the connections of those that still write
         finally:
-            os._exit(STALLED)  # the main thread waits for a collective that will not end
-
-    def _says(self, where: Mapping[str, Any]) -> str:
-        groups = where["groups"].items()
-        last = "; ".join(f"{group}: {what} (number {number})" for group, (number, what) in groups) or "none"
-        return (
-            f"watchdog: rank {self._rank} on {where['host']} has made no progress for {where['idle_s']:.0f} s; step "
-            f"{where['step']}; last collective of each group: {last}"
-        )
+            os._exit(RETRY)  # the main thread waits for a collective that will not end
 
     def _write(self, line: str) -> None:
         with suppress(Exception):  # a full disk, a closed stream
@@ -157,18 +140,18 @@ class Watchdog:
 
     def _ask(self, where: Mapping[str, Any]) -> tuple[str, bool]:
         """Ask the other ranks for their last progress, in a thread because the store may hang: (verdict, asked)."""
-        found: list[tuple[str, bool]] = []
+        verdicts: list[tuple[str, bool]] = []
 
         def talk() -> None:
             try:
-                found.append(self._agree(where))
+                verdicts.append(self._agree(where))
             except Exception as error:  # noqa: BLE001 - without a verdict the process ends all the same
-                found.append((f"the store does not answer ({error}); {_STORE}", False))
+                verdicts.append((f"the store does not answer ({error}); {_STORE}", False))
 
         asking = threading.Thread(target=talk, daemon=True)
         asking.start()
         asking.join(self._answer_s * 3)
-        return found[0] if found else (f"the store does not answer; {_STORE}", False)
+        return verdicts[0] if verdicts else (f"the store does not answer; {_STORE}", False)
 
     def _agree(self, where: Mapping[str, Any]) -> tuple[str, bool]:
         """Answer, and return the verdict; the first rank that gives up reads all answers, for all ranks."""
@@ -196,7 +179,7 @@ class Watchdog:
     def _collect(self) -> None:
         """Read what all ranks have said, and write the verdict for them."""
         said = [self._store.get(key).decode() if self._store.check([key]) else "" for key in ("answers", "beats")]
-        answers, beats = ({one["rank"]: one for one in map(json.loads, lines.splitlines())} for lines in said)
+        answers, beats = ({line["rank"]: line for line in map(json.loads, lines.splitlines())} for lines in said)
         missing = sorted(set(range(self._world)) - set(answers))
         silent = {rank: beats[rank] for rank in missing if rank in beats}
         verdict = {
@@ -241,13 +224,10 @@ def verdict_of(answers: Mapping[int, Mapping[str, Any]], missing: Sequence[int],
         parts.append(f"ranks that do not answer, stopped or dead or their host is lost: {named}")
     for group in sorted({name for answer in answers.values() for name in answer["groups"]}):
         members = {rank: answer["groups"][group] for rank, answer in answers.items() if group in answer["groups"]}
-        most = max(number for number, _ in members.values())
-        behind = sorted(rank for rank, (number, _) in members.items() if number < most)
-        what = next(name for number, name in members.values() if number == most)
+        last, what = max(map(tuple, members.values()))
+        behind = ", ".join(str(rank) for rank, (number, _) in sorted(members.items()) if number < last)
         if behind:
-            parts.append(
-                f"ranks that did not arrive at {what}, number {most} of {group}: {', '.join(map(str, behind))}"
-            )
+            parts.append(f"ranks that did not arrive at {what}, number {last} of {group}: {behind}")
     if not parts:
         steps = ", ".join(f"rank {rank} at step {answer['step']}" for rank, answer in sorted(answers.items()))
         parts.append(

@@ -7,29 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from meshpar.launchers.commands.options import Debug, Reported
+from meshpar.launchers.commands import Debug, Reported
 
 if TYPE_CHECKING:
     from meshpar.weights import WeightMap
 
-Root = Annotated[Path, typer.Argument(help="A run's folder, or the folder of its checkpoints.")]
-Step = Annotated[Path, typer.Argument(help="A step's folder, .../latest, or a run's folder (its newest step).")]
+Root = Annotated[Path, Argument(help="A run's folder, or the folder of its checkpoints.")]
+Step = Annotated[Path, Argument(help="A step's folder, .../latest, or a run's folder (its newest step).")]
 
 
 def register(app: typer.Typer, reported: Reported) -> None:
     """Add the commands to ``app``; ``reported`` converts a command's errors to a message and an exit code."""
     group = typer.Typer(no_args_is_help=True, help="List, verify, compare and prune checkpoints.")
-    for name, command in (
-        ("ls", ls),
-        ("show", show),
-        ("verify", verify),
-        ("diff", diff),
-        ("prune", prune),
-        ("pin", pin),
-        ("rm", rm),
-    ):
-        group.command(name)(reported(command))
+    for command in (ls, show, verify, diff, prune, pin, rm):
+        group.command(command.__name__)(reported(command))
     app.add_typer(group, name="checkpoints")
     app.command("import")(reported(import_model))
 
@@ -64,10 +57,8 @@ def diff(one: Step, other: Step, debug: Debug = False) -> None:
 
 def prune(
     root: Root,
-    keep: Annotated[int, typer.Option(help="Number of newest steps to keep. Pinned steps are always kept.", min=1)],
-    best: Annotated[
-        str | None, typer.Option(help="Also keep the step with the lowest value of this metric; +name: highest.")
-    ] = None,
+    keep: Annotated[int, Option(help="Number of newest steps to keep. Pinned steps are always kept.", min=1)],
+    best: Annotated[str | None, Option(help="Metric whose lowest step is also kept; +name: highest.")] = None,
     debug: Debug = False,
 ) -> None:
     """Delete old steps and the leftovers of dead processes."""
@@ -77,9 +68,7 @@ def prune(
 
 
 def pin(
-    step: Step,
-    unpin: Annotated[bool, typer.Option("--unpin", help="Remove the step's pin.")] = False,
-    debug: Debug = False,
+    step: Step, unpin: Annotated[bool, Option("--unpin", help="Remove the step's pin.")] = False, debug: Debug = False
 ) -> None:
     """Protect a step from being deleted by retention or prune."""
     from meshpar.checkpoints import pin_step
@@ -95,20 +84,14 @@ def rm(step: Step, debug: Debug = False) -> None:
 
 
 def import_model(
-    src: Annotated[
-        Path, typer.Argument(help="A folder with config.json and safetensors, or checkpoint-N of Trainer's FSDP.")
-    ],
-    dst: Annotated[Path, typer.Argument(help="The folder of checkpoints in which to write the step.")],
+    src: Annotated[Path, Argument(help="Folder with config.json and safetensors, or checkpoint-N of Trainer's FSDP.")],
+    dst: Annotated[Path, Argument(help="The folder of checkpoints in which to write the step.")],
     model: Annotated[
-        str, typer.Option(help="The model that will restore it: ours (Transformer, GPT2) or transformers.")
+        str, Option(help="Whose model will restore it: ours (Transformer, GPT2) or transformers.")
     ] = "ours",
-    dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16; default: unchanged.")
-    ] = None,
-    step: Annotated[int, typer.Option(help="The step's number.", min=0)] = 0,
-    config: Annotated[
-        Path | None, typer.Option(help="The folder with the model's config.json, if SRC has none.")
-    ] = None,
+    dtype: Annotated[str | None, Option(help="Dtype of the weights: bfloat16, ...; default: unchanged.")] = None,
+    step: Annotated[int, Option(help="The step's number.", min=0)] = 0,
+    config: Annotated[Path | None, Option(help="The folder with the model's config.json, if SRC has none.")] = None,
     debug: Debug = False,
 ) -> None:
     """Convert a published model to a checkpoint that any mesh restores."""
@@ -147,10 +130,10 @@ def _rules(src: Path, config: Mapping[str, Any], model: str) -> WeightMap:
         )
     if model == "transformers":
         return WeightMap()
-    found = names_of_ours(kind)
-    if found is None:
+    rules = names_of_ours(kind)
+    if rules is None:
         raise CheckpointError(
             f"{place(src)} has a model of type {kind!r}; ours are llama, qwen3 and gpt2; pass --model transformers "
             "for others"
         )
-    return found
+    return rules

@@ -27,15 +27,7 @@ def need_transformers() -> None:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next tokens are chosen.
-
-    Attributes:
-        tokens: largest number of new tokens.
-        temperature: 0: always the most likely token.
-        top_p: sample from the fewest tokens whose probabilities reach this sum.
-        stop: texts before which the answer ends.
-        seed: of the sampling; None: another answer each time.
-    """
+    """How many next tokens are chosen, and how; at temperature 0 the most likely ones."""
 
     tokens: int = 64
     temperature: float = 0.0
@@ -62,9 +54,8 @@ class Completer:
             raise MeshparError(
                 f"{folder} has no config.json, {_ADAPTERS} or GGUF file; expected a folder written by `meshpar export`"
             )
-        if packed is None and not any(
-            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
-        ):
+        tokenizers = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+        if packed is None and not any(path.is_file() for path in tokenizers):
             raise MeshparError(
                 f"{folder} has no tokenizer; a run on token ids has none: export it with --config DIR, a folder with "
                 "config.json and tokenizer.json"
@@ -88,17 +79,14 @@ class Completer:
             check_attention(config)
             self.continues = not config.is_encoder_decoder
             kind = transformers.AutoModelForCausalLM if self.continues else transformers.AutoModelForSeq2SeqLM
-            loaded: Any = kind.from_pretrained(folder, output_loading_info=True, **options)
             self.model: Any
-            self.model, found = loaded
+            self.model, loading = kind.from_pretrained(folder, output_loading_info=True, **options)
             if file == _ADAPTERS and (folder / _GENERATION).is_file():  # transformers reads that of the weights below
                 self.model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         except Exception as error:  # each class of transformers has its own
             raise MeshparError(f"transformers cannot load a language model from {folder}: {brief(error)}") from error
-        if found["missing_keys"]:
-            raise MeshparError(
-                f"{folder} is not a language model, which generates text: it has no {min(found['missing_keys'])}"
-            )
+        if missing := loading["missing_keys"]:
+            raise MeshparError(f"{folder} is not a language model, which generates text: it has no {min(missing)}")
         self.model.eval()
         try:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, **options)
@@ -116,13 +104,11 @@ class Completer:
         if how.seed is not None:
             torch.manual_seed(how.seed)
         with torch.no_grad():
-            made = self.model.generate(
-                **ids, max_new_tokens=how.tokens, pad_token_id=self.tokenizer.eos_token_id, **choice
-            )
-        text = str(
-            self.tokenizer.decode(made[0, ids["input_ids"].shape[1] * self.continues :], skip_special_tokens=True)
-        )
-        return text[: min((place for place in map(text.find, how.stop) if place >= 0), default=len(text))]
+            pad = self.tokenizer.eos_token_id
+            tokens = self.model.generate(**ids, max_new_tokens=how.tokens, pad_token_id=pad, **choice)
+        answer = tokens[0, ids["input_ids"].shape[1] * self.continues :]
+        text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
+        return text[: min((end for end in map(text.find, how.stop) if end >= 0), default=len(text))]
 
 
 @final

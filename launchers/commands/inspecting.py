@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
 from meshpar.core import registry
 from meshpar.core.errors import PlanError
 from meshpar.core.mesh import MeshSpec
-from meshpar.launchers.agent.replicas import check_elastic, divided
-from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.data_checks import data_notes, untried
+from meshpar.launchers.agent.replicas import check_elastic, divide_replicas
+from meshpar.launchers.jobs import build, datasets
+from meshpar.launchers.jobs.checks import check_job, data_notes, untried
+from meshpar.launchers.recipes import sections
 from meshpar.launchers.recipes.loading import UnknownRecipeError, load_recipe, resolve, shipped
 from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.schema import describe_type
 from meshpar.launchers.recipes.sections import Own
 from meshpar.launchers.recipes.yamlfile import Document, apply_overrides, dotted
-from meshpar.models.transformer_config import PRESETS
+from meshpar.models.gpt2 import GPT2Config
+from meshpar.models.transformer_config import PRESETS, TransformerConfig
+from meshpar.training.lora import LoRA
+from meshpar.training.optimizer import AdamWSettings, Schedule
+from meshpar.training.settings import TrainSettings
 
 
 def describe_recipe(
@@ -30,12 +41,11 @@ def describe_recipe(
 ) -> str:
     """Return a table of the parameters that each rank stores, for a recipe or a shape (``llama-70b``)."""
     recipe = recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])], trust=trust)
-    recipe, ranks, replicas = one_replica(
-        recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic
-    )
+    ranks = build.world_size_of(recipe) if world_size is None else world_size
+    recipe, ranks, replicas = one_replica(recipe, ranks, elastic)
     model = build.build_shape(recipe)
-    made = build.plan_of(recipe).describe(model, build.layout_of(recipe, model), world_size=ranks, replicas=replicas)
-    return str(replace(made, optimizer_bytes=None) if isinstance(recipe.optimizer, Own) else made)
+    table = build.plan_of(recipe).describe(model, build.layout_of(recipe, model), world_size=ranks, replicas=replicas)
+    return str(dataclasses.replace(table, optimizer_bytes=None) if isinstance(recipe.optimizer, Own) else table)
 
 
 def one_replica(recipe: Recipe, ranks: int, elastic: str | None, nodes: int = 1) -> tuple[Recipe, int, int]:
@@ -43,7 +53,7 @@ def one_replica(recipe: Recipe, ranks: int, elastic: str | None, nodes: int = 1)
     if elastic is None:
         return recipe, ranks, 1
     check_elastic(elastic)
-    division = divided(MeshSpec.placed(recipe.mesh, ranks, ranks // nodes), nodes, 0)
+    division = divide_replicas(MeshSpec.placed(recipe.mesh, ranks, ranks // nodes), nodes, 0)
     return division.recipe(recipe), division.ranks, division.count
 
 
@@ -57,23 +67,19 @@ def check_recipe(
 ) -> str:
     """Check a recipe; return a line that says that it fits, and what is not checked without ``trust``."""
     recipe = load_recipe(source, overrides, trust=trust)
-    recipe, ranks, replicas = one_replica(
-        recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic
-    )
-    problems = build.check_job(recipe, ranks, replica=replicas > 1)
+    ranks = build.world_size_of(recipe) if world_size is None else world_size
+    recipe, ranks, replicas = one_replica(recipe, ranks, elastic)
+    problems = check_job(recipe, ranks, replica=replicas > 1)
     if problems:
         raise PlanError(problems)
     if unseen := recipe.classes.unseen:
-        listed = ", ".join(
-            dotted(place) if path in place else f"{dotted(place)} {path}" for place, path in unseen.items()
+        fields = [dotted(at) if path in at else f"{dotted(at)} {path}" for at, path in unseen.items()]
+        note = (
+            f"a check imports no class that a recipe names, so what needs these is not checked: {', '.join(fields)}; "
+            f"if you trust the recipe and the code in {recipe.code}, add --trust"
         )
-        lines = [
-            *recipe.notes,
-            f"a check imports no class that a recipe names, so what needs these is not checked: {listed}; if you trust "
-            f"the recipe and the code in {recipe.code}, add --trust",
-        ]
-        return "\nnote: ".join([f"{source}: no problem found without its own classes", *lines])
-    local = build.with_local_data(recipe)
+        return "\nnote: ".join([f"{source}: no problem found without its own classes", *recipe.notes, note])
+    local = datasets.with_local_data(recipe)
     notes = "".join(f"\nnote: {note}" for note in (*recipe.notes, *untried(recipe), *data_notes(local)))
     prefix = f"{replicas} replicas of " if replicas > 1 else ""
     return f"{source} fits {prefix}{ranks} rank{'s' if ranks > 1 else ''}: {build.plan_of(recipe)}{notes}"
@@ -85,14 +91,13 @@ def convert_recipe(source: str, overrides: Sequence[str] = ()) -> str:
 
 
 def list_plugins() -> str:
-    """Return the installed plugins by group, with their packages."""
     lines = []
     for group in registry.GROUPS:
         lines.append(group)
-        found = sorted(entry_points(group=group), key=lambda entry: entry.name)
-        lines += [
-            f"  {entry.name:24} {entry.value}  ({entry.dist.name if entry.dist else 'unknown'})" for entry in found
-        ] or ["  (none)"]
+        entries = sorted(entry_points(group=group), key=lambda entry: entry.name)
+        packages = [entry.dist.name if entry.dist else "unknown" for entry in entries]
+        rows = [f"  {entry.name:24} {entry.value}  ({package})" for entry, package in zip(entries, packages)]
+        lines += rows or ["  (none)"]
     return "\n".join(lines)
 
 
@@ -107,3 +112,86 @@ def recipe_or_shape(source: str, overrides: Sequence[str], *, trust: bool) -> Re
         return load_recipe(source, overrides, trust=trust)
     except UnknownRecipeError as error:
         raise UnknownRecipeError(f"{error}; shapes: {', '.join(PRESETS)}") from None
+
+
+_SECTIONS: tuple[tuple[str, type[BaseModel], tuple[type, ...]], ...] = (
+    ("The recipe", Recipe, ()),
+    ("model, kind: transformer", sections.TransformerSection, (TransformerConfig, sections.OwnModel)),
+    ("model, kind: gpt2", sections.GPT2Section, (GPT2Config, sections.OwnModel)),
+    ("model, kind: huggingface", sections.HuggingFaceSection, ()),
+    ("model, class: package.module.Name", sections.OwnModel, (Own,)),
+    ("teacher", sections.TeacherSection, ()),
+    ("lora", sections.LoRASection, (LoRA,)),
+    ("data", sections.DataSection, ()),
+    ("data.mix", sections.MixSection, ()),
+    ("optimizer", sections.OptimizerSection, (AdamWSettings, sections.Rated)),
+    ("optimizer, class: package.module.Name", sections.OwnOptimizer, (Own, sections.Rated)),
+    ("schedule", sections.ScheduleSection, (Schedule,)),
+    ("training", sections.TrainingSection, (TrainSettings,)),
+    ("averages.NAME", sections.AverageSection, ()),
+    ("validation", sections.ValidationSection, (TrainSettings,)),
+    ("checkpoint", sections.CheckpointSection, ()),
+)
+"""Heading, section, and the classes that document more of its fields."""
+_NAMED = {
+    *("model", "teacher", "lora", "data", "optimizer", "schedule", "training", "validation", "checkpoint"),
+    *("dataset", "validation_dataset", "rope_scaling"),
+}
+
+
+def keys_text() -> str:
+    """Return every key of a recipe with its type, default and meaning, as a page of Markdown."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield "# Keys of a recipe\n"
+    yield "`meshpar check --keys` prints this page. Every key can be set on the command line: `training.steps=500`."
+    yield "Relative paths start in the working directory of the command.\n"
+    for title, section, documented in _SECTIONS:
+        sources = (*documented, section)
+        yield f"## {title}\n"
+        yield "| key | type | default | meaning |"
+        yield "| --- | --- | --- | --- |"
+        classes = [source for source in sources if dataclasses.is_dataclass(source)]
+        defaults = {field.name: field.default for source in classes for field in dataclasses.fields(source)}
+        meanings = {name: text for source in sources for name, text in attributes(source).items()}
+        for name, field in section.model_fields.items():
+            if field.default == "own":
+                continue
+            takes = "fields" if name in _NAMED else describe_type(field.annotation)
+            written = name in inspect.get_annotations(section)  # the section's own field, in place of its dataclass's
+            value = field.get_default(call_default_factory=True)
+            default = _default(value if written else defaults.get(name, value))
+            default = field.description or "required" if field.is_required() else default
+            yield f"| `{field.alias or name}` | {_cell(takes)} | {_cell(default)} | {_cell(meanings.get(name, ''))} |"
+        yield ""
+
+
+def attributes(cls: type) -> dict[str, str]:
+    """Return the attributes that a class's docstring documents, with what it says of each on one line."""
+    _, _, text = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")
+    meanings: dict[str, str] = {}
+    names: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("    "):
+            break
+        if entry := re.match(r"    (\w[\w, ]*): (.*)", line):
+            names = entry[1].split(", ")
+            meanings |= dict.fromkeys(names, entry[2])
+        else:
+            meanings |= {name: f"{meanings[name]} {line.strip()}" for name in names}
+    return meanings
+
+
+def _default(value: object) -> str:
+    if value in (PydanticUndefined, dataclasses.MISSING) or value is None or isinstance(value, BaseModel):
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _cell(text: str) -> str:
+    text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text).replace("``", "`").replace("|", "\\|").replace("None: ", "null: ")
+    return re.sub(r"<class '([^']*)'>|typing\.", lambda found: found[1] or "", text)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
-from meshpar.launchers.agent.starting import quick_imports
-from meshpar.launchers.commands.options import Debug, Reported
+from meshpar.launchers.commands import Debug, Reported
+from meshpar.process.imports import quick_imports
 
 _PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
@@ -43,51 +44,36 @@ class _OfTarget(TyperCommand):
         for name in registry.names(registry.LAUNCHERS):
             if name in ctx.meta.get("words", ()):
                 doc = inspect.getdoc(registry.plugin(registry.LAUNCHERS, name)) or ""
-                formatter.write(
-                    f"\nOptions of {name}, as -o KEY=VALUE:\n{doc.partition('Attributes:')[2].strip(chr(10))}\n"
-                )
+                options = doc.partition("Attributes:")[2].strip("\n")
+                formatter.write(f"\nOptions of {name}, as -o KEY=VALUE:\n{options}\n")
+
+
+_ARGUMENTS = "The recipe's KEY=VALUE, or the script's arguments, after -- if they look like options."
+What = Annotated[str, Argument(metavar="SCRIPT_OR_RECIPE", help="A .py file, a YAML file, or the name of a recipe.")]
+Arguments = Annotated[list[str] | None, Argument(metavar="[ARGS]...", help=_ARGUMENTS, show_default=False)]
+Ranks = Annotated[str | None, Option(help="Ranks on this node; default: the recipe's mesh, or one per accelerator.")]
+Nodes = Annotated[str | None, Option(help="Number of nodes; MIN:MAX: continue with fewer nodes when some are lost.")]
+NodeRank = Annotated[int | None, Option(help="Number of this node, from 0, in whose order ranks are numbered.", min=0)]
+Head = Annotated[str | None, Option(help="HOST:PORT of node 0; for replicas also a FOLDER/FILE that all nodes see.")]
+Module = Annotated[bool, Option("-m", "--module", help="SCRIPT_OR_RECIPE is a module's name.")]
 
 
 def run(
-    what: Annotated[str, typer.Argument(metavar="SCRIPT_OR_RECIPE", help="A .py file, or a recipe.")],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[ARGS]...", help="The script's arguments, or the recipe's KEY=VALUE.", show_default=False
-        ),
-    ] = None,
-    nproc: Annotated[
-        str | None, typer.Option(help="Ranks on this node; default: the recipe's mesh, or one per accelerator.")
-    ] = None,
-    nodes: Annotated[
-        str | None, typer.Option(help="Number of nodes; MIN:MAX: continue with fewer nodes when some are lost.")
-    ] = None,
-    node_rank: Annotated[
-        int | None, typer.Option(help="Number of this node, from 0. Ranks are numbered in this order.", min=0)
-    ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option(
-            help="HOST:PORT of node 0, to which all nodes connect; for replicas also a FOLDER/FILE that all nodes see."
-        ),
-    ] = None,
-    restarts: Annotated[int | None, typer.Option(help="Number of restarts of failed ranks.", min=0)] = None,
-    elastic: Annotated[
-        str | None, typer.Option(help="replicas: a lost replica (dp_replicate) costs the others a step, no restart.")
-    ] = None,
-    rejoin_s: Annotated[
-        int | None, typer.Option(help="With MIN:MAX: seconds without an answer after which a node is lost.", min=1)
-    ] = None,
-    wait: Annotated[
-        int | None, typer.Option(help="Seconds within which all nodes must connect; default: 900.", min=1)
-    ] = None,
+    what: What,
+    arguments: Arguments = None,
+    nproc: Ranks = None,
+    nodes: Nodes = None,
+    node_rank: NodeRank = None,
+    head: Head = None,
+    restarts: Annotated[int | None, Option(help="Number of restarts of failed ranks.", min=0)] = None,
+    elastic: Annotated[str | None, Option(help="replicas: a lost one (dp_replicate) costs the others a step.")] = None,
+    rejoin_s: Annotated[int | None, Option(help="With MIN:MAX: seconds until a silent node is lost.", min=1)] = None,
+    wait: Annotated[int | None, Option(help="Seconds for all nodes to connect; default: 900.", min=1)] = None,
     run_id: Annotated[
-        str | None, typer.Option(help="Id of this start: equal on all nodes, different for each start.")
+        str | None, Option(help="Id of this start: equal on all nodes, different for each start.")
     ] = None,
-    logs: Annotated[
-        Path | None, typer.Option(help="Folder of logs, one file per rank; default: runs/NAME/logs.")
-    ] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT_OR_RECIPE is a module's name.")] = False,
+    logs: Annotated[Path | None, Option(help="Folder of logs, one per rank; default: runs/NAME/logs.")] = None,
+    module: Module = False,
     debug: Debug = False,
 ) -> int:
     """Run a script or a recipe on ranks of this node.
@@ -97,59 +83,37 @@ def run(
     with quick_imports():
         from meshpar.launchers.commands.run import run as run_it
 
-    place = {
-        "nproc": nproc,
-        "nodes": nodes,
-        "node_rank": node_rank,
-        "head": head,
-        "restarts": restarts,
-        "rejoin_s": rejoin_s,
-        "meeting_s": wait,
-        "run_id": run_id,
-    }
-    return run_it(what, arguments or [], place, module=module, logs=logs, elastic=elastic)
+    placement = {
+        "nproc": nproc, "nodes": nodes, "node_rank": node_rank, "head": head, "restarts": restarts,
+        "rejoin_s": rejoin_s, "meeting_s": wait, "run_id": run_id,
+    }  # fmt: skip
+    return run_it(what, arguments or [], placement, module=module, logs=logs, elastic=elastic)
 
 
 def launch(
     target: Annotated[
-        str, typer.Argument(help="slurm, kubernetes, trainjob, skypilot, or another plugin of meshpar.launchers.")
+        str, Argument(help="slurm, kubernetes, trainjob, skypilot, or another plugin of meshpar.launchers.")
     ],
-    what: Annotated[
-        str, typer.Argument(metavar="SCRIPT_OR_RECIPE", help="A .py file, a YAML file, or the name of a recipe.")
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[ARGS]...", help="The recipe's KEY=VALUE, or after -- the script's arguments.", show_default=False
-        ),
-    ] = None,
-    nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="Accelerators per node; 0: run on CPUs, with --nproc.", min=0)] = 8,
-    nproc: Annotated[int | None, typer.Option(help="Ranks per node; default: one per accelerator.", min=1)] = None,
+    what: What,
+    arguments: Arguments = None,
+    nodes: Annotated[int, Option(help="Number of nodes.", min=1)] = 1,
+    gpus_per_node: Annotated[int, Option(help="Accelerators per node; 0: run on CPUs, with --nproc.", min=0)] = 8,
+    nproc: Annotated[int | None, Option(help="Ranks per node; default: one per accelerator.", min=1)] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(
-            help="Mesh, instead of the recipe's. auto (or auto,tp=8): shards inside a node, replicas across nodes."
-        ),
+        Option(help="Mesh, instead of the recipe's. auto (or auto,tp=8): shards inside a node, replicas across nodes."),
     ] = None,
     elastic: Annotated[
         str,
-        typer.Option(
-            help="nodes: restart on fewer nodes when some are lost. replicas: a lost replica costs the others a step."
-        ),
+        Option(help="nodes: restart on fewer nodes when some are lost. replicas: a lost one costs the others a step."),
     ] = "",
-    preflight: Annotated[
-        str | None, typer.Option(help="Effect of the doctor's findings before training: warn, fail, off.")
-    ] = None,
+    preflight: Annotated[str | None, Option(help="Effect of the doctor's findings: warn, fail, off.")] = None,
     option: Annotated[
-        list[str] | None, typer.Option("-o", "--option", help="An option of the target: -o partition=gpu")
+        list[str] | None, Option("-o", "--option", help="An option of the target: -o partition=gpu")
     ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Submit the job.")] = False,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT_OR_RECIPE is a module's name.")] = False,
-    check: Annotated[
-        str | None,
-        typer.Option(metavar="ARGS", help="First run the script here with these arguments too: --check=--dry-run"),
-    ] = None,
+    submit: Annotated[bool, Option("--submit", help="Submit the job.")] = False,
+    module: Module = False,
+    check: Annotated[str | None, Option(metavar="ARGS", help="First run the script here: --check=--dry-run")] = None,
     debug: Debug = False,
 ) -> None:
     """Render a script or a recipe as a job of SLURM, Kubernetes, ...
@@ -157,86 +121,79 @@ def launch(
     Writes the job file, the mesh, the resolved recipe and the command to a folder of this launch in the run's folder.
     """
     with quick_imports():
-        from meshpar.launchers.targets.launching import launch_job
+        from meshpar.launchers.targets.launching import LaunchRequest, launch_job
 
-    report = launch_job(
+    asked = LaunchRequest(
         target, what, arguments or [], nodes=nodes, gpus_per_node=gpus_per_node, nproc=nproc, mesh=mesh,
         elastic=elastic, preflight=preflight, options=option or [], submit=submit, module=module, check=check,
     )  # fmt: skip
-    print(report)
+    print(launch_job(asked))
 
 
-Root = Annotated[Path, typer.Argument(help="Folder with the folders of runs.")]
-Launch = Annotated[
-    Path, typer.Argument(help="A run's folder (its newest launch), or a launch's: runs/NAME/launches/001.")
-]
+Root = Annotated[Path, Argument(help="Folder with the folders of runs.")]
+Launch = Annotated[Path, Argument(help="A run's folder (its newest launch), or a launch's: runs/NAME/launches/001.")]
 
 
 def jobs_ls(root: Root = Path("runs"), debug: Debug = False) -> None:
     """List the launches of all runs, with the state of their jobs."""
-    from meshpar.launchers.targets.launched import list_jobs
+    from meshpar.launchers.targets.launching import list_jobs
 
     print(list_jobs(root))
 
 
 def jobs_status(launch: Launch, debug: Debug = False) -> None:
     """Print the state of a job, and its engine's description of the job."""
-    from meshpar.launchers.targets.launched import job_status
+    from meshpar.launchers.targets.launching import job_status
 
     print(job_status(launch))
 
 
 def jobs_logs(
     launch: Launch,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new output until Ctrl-C.")] = False,
+    follow: Annotated[bool, Option("-f", "--follow", help="Print new output until Ctrl-C.")] = False,
     debug: Debug = False,
 ) -> int:
     """Print the output of a job."""
-    from meshpar.launchers.targets.launched import show_logs
+    from meshpar.launchers.targets.launching import show_logs
 
     return show_logs(launch, follow=follow)
 
 
 def jobs_cancel(launch: Launch, debug: Debug = False) -> None:
     """Cancel a job."""
-    from meshpar.launchers.targets.launched import cancel_job
+    from meshpar.launchers.targets.launching import cancel_job
 
     print(cancel_job(launch))
 
 
 def doctor(
-    mesh: Annotated[
-        str, typer.Option(help="The mesh to check; auto: shards inside a node, replicas across nodes.")
-    ] = "auto",
+    mesh: Annotated[str, Option(help="Mesh to check; auto: shards inside a node, replicas across nodes.")] = "auto",
     folder: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder to check: shared by all hosts, and writable.")
+        Path | None, Option(help="Checkpoint folder to check: shared by all hosts, and writable.")
     ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Measure a hardware profile for `meshpar plan --hardware` and write it to this file."),
-    ] = None,
-    wait: Annotated[float, typer.Option(help="Seconds within which all ranks must connect.", min=1)] = 60.0,
-    nproc: Annotated[str | None, typer.Option(help="Ranks on this node; default: one per accelerator.")] = None,
-    nodes: Annotated[str | None, typer.Option(help="Number of nodes.")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0.", min=0)] = None,
-    head: Annotated[str | None, typer.Option(help="HOST:PORT of node 0.")] = None,
+    profile: Annotated[Path | None, Option(help="File for a measured profile for `meshpar plan --hardware`.")] = None,
+    wait: Annotated[float, Option(help="Seconds within which all ranks must connect.", min=1)] = 60.0,
+    nproc: Ranks = None,
+    nodes: Nodes = None,
+    node_rank: NodeRank = None,
+    head: Head = None,
     debug: Debug = False,
 ) -> int:
     """Check the machines and the network before training.
 
     Under torchrun or srun, the command uses their ranks. Otherwise it starts its own ranks, like meshpar run.
     """
-    place = {"nproc": nproc, "nodes": nodes, "node_rank": node_rank, "head": head}
+    placement = {"nproc": nproc, "nodes": nodes, "node_rank": node_rank, "head": head}
     with quick_imports():
         from meshpar.launchers.commands.run import run_doctor
 
-    return run_doctor(mesh, place, folder=folder, profile=profile, wait_s=wait)
+    return run_doctor(mesh, placement, folder=folder, profile=profile, wait_s=wait)
 
 
 def mesh(
-    text: Annotated[str, typer.Argument(metavar="MESH", help="dp_replicate=2,dp_shard=4,tp=2")],
-    nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
-    svg: Annotated[Path | None, typer.Option(help="Also write the drawing to this SVG file.")] = None,
+    text: Annotated[str, Argument(metavar="MESH", help="dp_replicate=2,dp_shard=4,tp=2")],
+    nodes: Annotated[int, Option(help="Number of nodes.", min=1)] = 1,
+    svg: Annotated[Path | None, Option(help="Also write the drawing to this SVG file.")] = None,
     debug: Debug = False,
 ) -> None:
     """Draw a mesh: the node of each rank, the groups of each axis, and the axes that cross nodes."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Option
 
-from meshpar.launchers.commands.options import Debug, RecipeOrShape, Trust
+from meshpar.launchers.commands import Debug, Overrides, RecipeOrShape, Trust
 
 if TYPE_CHECKING:
     from meshpar.forecasting import Forecast, Hardware
@@ -19,27 +20,15 @@ if TYPE_CHECKING:
 
 def plan(
     recipe: RecipeOrShape,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: mesh=dp_shard=-1,tp=8", show_default=False),
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(help="Number of nodes; default: as many as the mesh's ranks fill, or 1.", min=1)
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(help="Accelerators per node; default: the profile's.", min=1)
-    ] = None,
-    hardware: Annotated[str, typer.Option(help="h100, h200, a100, b200, or the YAML file of a profile.")] = "h100",
-    elastic: Annotated[
-        str | None,
-        typer.Option(help="replicas: each replica (dp_replicate) is a job of its own, as `meshpar run` starts it."),
-    ] = None,
-    search: Annotated[bool, typer.Option("--search", help="Rank every legal mesh and setting instead.")] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="Replay every block instead of extrapolating from a few.")
-    ] = False,
-    html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the forecast as JSON.")] = None,
+    overrides: Overrides = None,
+    nodes: Annotated[int | None, Option(help="Default: as many as the mesh's ranks fill, or 1.", min=1)] = None,
+    gpus_per_node: Annotated[int | None, Option(help="Accelerators per node; default: the profile's.", min=1)] = None,
+    hardware: Annotated[str, Option(help="h100, h200, a100, b200, or the YAML file of a profile.")] = "h100",
+    elastic: Annotated[str | None, Option(help="replicas: as `meshpar run --elastic replicas` starts it.")] = None,
+    search: Annotated[bool, Option("--search", help="Rank every legal mesh and setting instead.")] = False,
+    full: Annotated[bool, Option("--full", help="Replay every block instead of extrapolating from a few.")] = False,
+    html: Annotated[Path | None, Option(help="Write the report as one HTML file.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write the forecast as JSON.")] = None,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
@@ -82,7 +71,6 @@ def _forecasts(
     from meshpar.core.passes import Stage
     from meshpar.launchers.commands.inspecting import one_replica
     from meshpar.launchers.jobs import build
-    from meshpar.launchers.jobs.forecasting import forecast_job
     from meshpar.plan import Plan
 
     ranks = ranks or ranks_of(recipe.mesh, profile, search=search)
@@ -94,8 +82,9 @@ def _forecasts(
     depth: Literal["all", "probes"] = "all" if full else "probes"
     plain = Plan(plan.mesh, [pass_ for pass_ in plan.passes if pass_.stage != Stage.RECOMPUTE])
     plans = [plan, plain] if len(plain.passes) < len(plan.passes) else [plan]
-    made = [forecast_job(recipe, profile, ranks, plan=candidate, depth=depth, replicas=replicas) for candidate in plans]
-    return made[:1], None, made[1] if len(made) > 1 else None
+    forecast = partial(build.forecast_job, recipe, profile, ranks, depth=depth, replicas=replicas)
+    forecasts = [forecast(plan=candidate) for candidate in plans]
+    return forecasts[:1], None, forecasts[1] if len(forecasts) > 1 else None
 
 
 def _searched(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | None) -> Ranking:
@@ -103,10 +92,9 @@ def _searched(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | None
     from meshpar.core.errors import MeshparError
     from meshpar.core.registry import layout_for
     from meshpar.forecasting.search import search as search_plans
-    from meshpar.launchers import progress
+    from meshpar.launchers.agent import console
     from meshpar.launchers.agent.replicas import check_elastic
     from meshpar.launchers.jobs import build
-    from meshpar.launchers.jobs.forecasting import batch_of
     from meshpar.launchers.recipes.sections import Own
 
     if elastic is not None:
@@ -118,17 +106,9 @@ def _searched(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | None
             "without --search"
         )
     model = build.build_shape(recipe)
-    with progress.of_parts("steps simulated") as advance:
-        ranking = search_plans(
-            model,
-            layout_for(model),
-            batch_of(recipe),
-            profile,
-            ranks,
-            plan=plan,
-            progress=advance,
-            elastic=elastic is not None,
-        )
+    with console.show_parts("steps simulated") as advance:
+        batch, layout, replicas = build.batch_of(recipe), layout_for(model), elastic is not None
+        ranking = search_plans(model, layout, batch, profile, ranks, plan=plan, progress=advance, elastic=replicas)
     if not ranking.best:
         nearest = min(ranking.out, key=lambda candidate: candidate.peak or float("inf"))
         raise MeshparError(
@@ -148,11 +128,8 @@ def ranks_of(mesh: str, profile: Hardware, *, search: bool) -> int:
 def _recomputation(made: Forecast, without: Forecast) -> str:
     """Return a line on the memory that recomputation saves and the time that it costs."""
     saved, more = without.memory.peak - made.memory.peak, made.cost.seconds - without.cost.seconds
-    fits = (
-        ""
-        if without.fits
-        else f", and without it the step {'may not fit' if without.verdict == 'may fit' else without.verdict}"
-    )
+    verdict = "may not fit" if without.verdict == "may fit" else without.verdict
+    fits = "" if without.fits else f", and without it the step {verdict}"
     return (
         f"recomputation saves {saved / 2**30:.2f} GiB of a peak of {without.memory.peak / 2**30:.2f} "
         f"and costs {more * 1e3:,.1f} ms a step, {more / without.cost.seconds:.0%}{fits}"

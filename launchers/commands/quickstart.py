@@ -44,13 +44,8 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     need_transformers()
     start = time.monotonic()
     tenth = max(2, round(STEPS_A_MINUTE * minutes / 10))
-    common = [
-        f"output={out}",
-        f"data.cache={out / 'data'}",
-        f"schedule.steps={10 * tenth}",
-        f"checkpoint.every={3 * tenth}",
-    ]
-    common += [f"schedule.warmup_steps={2 * tenth}", *overrides]
+    common = [f"output={out}", f"data.cache={out / 'data'}", f"checkpoint.every={3 * tenth}"]
+    common += [f"schedule.steps={10 * tenth}", f"schedule.warmup_steps={2 * tenth}", *overrides]
     first = [*common, f"mesh={MESHES[mesh]}", f"training.steps={9 * tenth}"]
     second = [*common, f"mesh={OTHER_MESH}", f"data.micro_batch={OTHER_BATCH}", f"training.steps={10 * tenth}"]
 
@@ -88,7 +83,14 @@ def _tell_losses(path: Path) -> None:
 
 def _tell_difference(recipe: Recipe, exported: nn.Module) -> None:
     """Print how far the export's logits are off; raise LaunchError beyond rounding."""
-    trained, theirs = _logits(recipe, exported)
+    data = datasets.prepare_data(recipe)
+    held_out = data.tokens.validation or data.tokens.train
+    ids = PackedTokens(held_out, recipe.data.sequence_length).__getitems__([0])["input_ids"]
+    alone = recipe.model_copy(update={"mesh": "", "passes": ()})
+    with runtime.distributed("cpu"), torch.no_grad():
+        par = build.plan_of(alone).apply(build.build_model(alone, data.vocab_size)).materialize(seed=0)
+        CheckpointManager(recipe.folder / CHECKPOINTS).restore(par)
+        trained, theirs = par.module.eval()(input_ids=ids).logits, exported(input_ids=ids).logits
     difference, largest = float((trained - theirs).abs().max()), float(trained.abs().max())
     print(
         f"loaded as {type(exported).__name__}; its logits on held-out text differ from the trained model's by at most "
@@ -100,24 +102,12 @@ def _tell_difference(recipe: Recipe, exported: nn.Module) -> None:
         )
 
 
-def _logits(recipe: Recipe, exported: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits (1, L, V) of the last checkpoint, in one process, and of the exported model."""
-    data = datasets.prepare_data(recipe)
-    held_out = data.tokens.validation or data.tokens.train
-    ids = PackedTokens(held_out, recipe.data.sequence_length).__getitems__([0])["input_ids"]
-    alone = recipe.model_copy(update={"mesh": "", "passes": ()})
-    with runtime.distributed("cpu"), torch.no_grad():
-        par = build.plan_of(alone).apply(build.build_model(alone, data.vocab_size)).materialize(seed=0)
-        CheckpointManager(recipe.folder / CHECKPOINTS).restore(par)
-        return par.module.eval()(input_ids=ids).logits, exported(input_ids=ids).logits
-
-
 def _print_title(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
 def _farewell(out: Path) -> str:
-    places = [
+    files = [
         (out / CHECKPOINTS, "checkpoints; any mesh resumes from them"),
         (out / "export", "the model for transformers, with its tokenizer"),
         (out / METRICS, "every reported number"),
@@ -130,6 +120,6 @@ def _farewell(out: Path) -> str:
         "meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine    # train on your own text",
         "meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8    # print the bytes of each of 512 ranks",
     ]
-    width = max(len(str(place)) for place, _ in places)
-    lines = [f"  {place!s:<{width}}  {what}" for place, what in places]
+    width = max(len(str(file)) for file, _ in files)
+    lines = [f"  {file!s:<{width}}  {what}" for file, what in files]
     return "\n".join([*lines, "", "Try next:", *(f"  {command}" for command in commands)])

@@ -9,21 +9,11 @@ from pathlib import Path
 
 from meshpar.core import runtime
 from meshpar.core.errors import LaunchError
-from meshpar.launchers import environment
-from meshpar.launchers.agent.local import launch
-from meshpar.launchers.agent.starting import adopt_srun
-from meshpar.launchers.commands.placing import (
-    Given,
-    adopted,
-    first_error_of,
-    from_kubeflow,
-    placed,
-    refuse_placement,
-    said,
-)
+from meshpar.launchers.agent import local, terms
+from meshpar.launchers.agent.local import Given, launch, place_ranks
 from meshpar.launchers.jobs.worker import run_code
 
-_RANK = "meshpar.launchers.doctor.rank"
+_RANK = "meshpar.launchers.doctor.examine"
 
 
 def run(
@@ -39,22 +29,22 @@ def run(
     kind = "module" if module else "script" if what.endswith(".py") else "recipe"
     if kind == "script" and not Path(what).is_file():
         raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
-    given: Given = {**from_kubeflow(environment.kubeflow()), **said(placement)}
+    options: Given = {**local.from_kubeflow(terms.kubeflow()), **local.drop_unset(placement)}
     if kind == "recipe":
         # loads all that a job may use, which a script does without
         from meshpar.launchers.commands.train import run_recipe
 
-        return run_recipe(what, arguments, given, placement, logs, elastic)
+        return run_recipe(what, arguments, options, placement, logs, elastic)
     if elastic is not None:
         raise LaunchError(
             f"--elastic starts recipes; {what} is a {kind}: start one job for each replica, with TORCHFT_LIGHTHOUSE, "
             "and use meshpar.training.Replicas in its loop"
         )
     logs = logs or Path("runs") / (Path(what).stem if kind == "script" else what.rpartition(".")[2]) / "logs"
-    if (step := adopted(given, placement)) is not None:
-        with first_error_of(logs, step):
+    if (step := local.adopt_rank(options, placement)) is not None:
+        with local.report_first_error(logs, step):
             return run_code(kind, what, arguments)
-    return launch({"kind": kind, "what": what, "arguments": tuple(arguments)}, placed(given), logs, sys.stdout)
+    return launch({"kind": kind, "what": what, "arguments": tuple(arguments)}, place_ranks(options), logs, sys.stdout)
 
 
 def run_doctor(
@@ -64,18 +54,18 @@ def run_doctor(
     arguments = [f"mesh={mesh}", f"wait={wait_s}"]
     arguments += [f"folder={folder.absolute()}"] if folder is not None else []
     arguments += [f"profile={profile.absolute()}"] if profile is not None else []
-    given = said(placement)
-    if "nodes" not in given:
-        adopt_srun()
+    options = local.drop_unset(placement)
+    if "nodes" not in options:
+        terms.adopt_srun()
         if runtime.launched():
-            refuse_placement(placement)
+            local.refuse_placement(placement)
             return run_code("module", _RANK, arguments)
     with tempfile.TemporaryDirectory(prefix="meshpar-doctor-") as logs:
         # Rank 0 prints the report; the exit code of findings is no failure of a rank.
-        found = Path(logs) / "findings"
-        work = {"kind": "module", "what": _RANK, "arguments": (*arguments, f"findings={found}")}
+        findings = Path(logs) / "findings"
+        work = {"kind": "module", "what": _RANK, "arguments": (*arguments, f"findings={findings}")}
         try:
-            code = launch(work, placed({**given, "meeting_s": int(wait_s)}), Path(logs), sys.stdout)
+            code = launch(work, place_ranks({**options, "meeting_s": int(wait_s)}), Path(logs), sys.stdout)
         except LaunchError as error:
             raise LaunchError(f"the doctor could not finish: {error}") from error
-        return 1 if found.exists() else code
+        return 1 if findings.exists() else code

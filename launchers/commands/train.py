@@ -12,19 +12,18 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from meshpar.core import runtime
 from meshpar.core.errors import LaunchError, PlanError, RecipeError
 from meshpar.core.mesh import MeshSpec, is_auto
-from meshpar.launchers.agent.local import launch_local, launch_recipe
-from meshpar.launchers.agent.replicas import Division, check_elastic, divided, launch_replicas
-from meshpar.launchers.agent.starting import adopt_srun, launch_nodes_here
-from meshpar.launchers.commands.placing import (
-    Given,
-    accelerators,
-    adopted,
-    first_error_of,
-    node_range,
-    placed,
-    ranks_on_node,
+from meshpar.launchers.agent import local
+from meshpar.launchers.agent.local import Given, launch_local, launch_recipe, node_range, place_ranks
+from meshpar.launchers.agent.replicas import (
+    Division,
+    check_elastic,
+    divide_replicas,
+    launch_nodes_here,
+    launch_replicas,
 )
+from meshpar.launchers.agent.terms import adopt_srun
 from meshpar.launchers.jobs import build
+from meshpar.launchers.jobs.checks import check_job, machine_problems
 from meshpar.launchers.jobs.job import run_job
 from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.launchers.jobs.worker import end_with_parent
@@ -44,7 +43,7 @@ def train_recipe(
     find_batch: bool = False,
     memory: int | None = None,
 ) -> int:
-    """Train a recipe and return the exit code; see :func:`meshpar.launchers.agent.local.launch_local`.
+    """Train a recipe and return the exit code.
 
     Args:
         source: a file, or the name of a recipe that comes with meshpar.
@@ -80,7 +79,7 @@ def train_recipe(
 
 def launch(recipe: Recipe, ranks: int, *, quiet: bool = False) -> int:
     """Check a recipe and run it: in this process for one rank, else on processes of this machine."""
-    check(recipe, ranks, build.machine_problems(recipe, ranks))
+    check(recipe, ranks, machine_problems(recipe, ranks))
     if not quiet:
         show(recipe)
     return exit_code_of(run_job(recipe).stopped) if ranks == 1 else launch_local(recipe, ranks)
@@ -95,7 +94,7 @@ def run_as_rank(recipe: Recipe) -> int:
 
 def check(recipe: Recipe, ranks: int, found: Sequence[str], *, replica: bool = False) -> None:
     """Raise PlanError with the problems ``found`` and those of a recipe, or of a ``replica``'s, on ``ranks`` ranks."""
-    problems = [*found, *build.check_job(recipe, ranks, replica=replica)]
+    problems = [*found, *check_job(recipe, ranks, replica=replica)]
     if problems:
         raise PlanError(problems)
 
@@ -107,7 +106,6 @@ def tell_origins(recipe: Recipe) -> None:
 
 
 def show(recipe: Recipe) -> None:
-    """Print the resolved recipe and its notes."""
     print(recipe.to_yaml(), file=sys.stderr)
     for note in recipe.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -123,33 +121,29 @@ def run_recipe(
 ) -> int:
     """Run a recipe for ``meshpar run``; ``given`` is ``placement`` with Kubeflow's variables."""
     recipe = load_recipe(source, overrides, trust=True)
-    if elastic is not None:
-        tell_origins(recipe)
-        return _run_replicas(recipe, given, logs, elastic)
-    step = adopted(given, placement)
+    step = None if elastic is not None else local.adopt_rank(given, placement)
     tell_origins(recipe)
+    if elastic is not None:
+        return _run_replicas(recipe, given, logs, elastic)
     if step is not None:
-        with first_error_of(logs or recipe.folder / "logs", step):
+        with local.report_first_error(logs or recipe.folder / "logs", step):
             if runtime.is_main():
                 show(recipe)
             return run_as_rank(recipe) or 0
-    place = placed(given, partial(_ranks_here, recipe))
-    check(recipe, place.ranks * place.nodes, build.machine_problems(recipe, place.ranks))
+    here = place_ranks(given, partial(_ranks_here, recipe))
+    check(recipe, here.ranks * here.nodes, machine_problems(recipe, here.ranks))
     if elastic_job.replica()[1]:
         end_with_parent()
-    elif not place.node_rank:
+    elif not here.node_rank:
         show(recipe)
-    return launch_recipe(recipe, place, logs)
+    return launch_recipe(recipe, here, logs)
 
 
 def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str) -> int:
-    """Run this node's replicas of a recipe."""
     check_elastic(elastic)
     if odd := [f"--{name.replace('_', '-')}" for name in ("rejoin_s", "run_id", "meeting_s") if name in given]:
-        raise LaunchError(
-            f"--elastic=replicas does not support {', '.join(odd)}; leave out such options: the recipe's patience "
-            "bounds the waits of replicas"
-        )
+        why = "the recipe's patience bounds the waits of replicas"
+        raise LaunchError(f"--elastic=replicas does not support {', '.join(odd)}; leave out such options: {why}")
     division = division_of(recipe, given)
     head, node_rank, nodes = given.get("head", ""), given.get("node_rank", 0), node_range(str(given.get("nodes", 1)))[1]
     if nodes > 1 and not (head or elastic_job.lighthouse()):
@@ -157,8 +151,8 @@ def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str)
             f"{nodes} nodes require --head for the replicas' lighthouse: HOST:PORT with a free port of node 0, or "
             "FOLDER/FILE that all nodes see, into which node 0 writes its address"
         )
-    one = division.recipe(recipe)
-    check(one, division.ranks, build.machine_problems(one, division.ranks_here * len(division.here)), replica=True)
+    replica, ranks = division.recipe(recipe), division.ranks_here * len(division.here)
+    check(replica, division.ranks, machine_problems(replica, ranks), replica=True)
     if not node_rank:
         show(recipe)
     return launch_replicas(recipe, division, head, node_rank, given.get("restarts"), logs)
@@ -169,8 +163,8 @@ def division_of(recipe: Recipe, given: Given) -> Division:
     least, nodes = node_range(str(given.get("nodes", 1)))
     if least != nodes:
         raise LaunchError("--elastic=replicas and --nodes MIN:MAX are two kinds of elastic jobs; give --nodes a number")
-    ranks = ranks_on_node(given, nodes, partial(_ranks_here, recipe))
-    return divided(MeshSpec.placed(recipe.mesh, ranks * nodes, ranks), nodes, given.get("node_rank", 0))
+    ranks = local.ranks_on_node(given, nodes, partial(_ranks_here, recipe))
+    return divide_replicas(MeshSpec.placed(recipe.mesh, ranks * nodes, ranks), nodes, given.get("node_rank", 0))
 
 
 def _ranks_here(recipe: Recipe, nodes: int) -> int:
@@ -178,7 +172,7 @@ def _ranks_here(recipe: Recipe, nodes: int) -> int:
     if nodes == 1:
         return build.world_size_of(recipe)
     if not runtime.on_host(build.device_type(recipe)):
-        return accelerators()
+        return local.accelerators()
     world = build.world_size_of(recipe)
     if is_auto(recipe.mesh) or -1 in MeshSpec(recipe.mesh).axes.values():
         return world  # of one node: such a mesh takes as many nodes as there are

@@ -1,112 +1,17 @@
-"""Facts of a rank's machine, and checks of all ranks' facts, which yield findings."""
+"""Checks of all ranks' facts and of a mesh's placement on hosts, which yield findings."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import platform
-import resource
-import shutil
-import socket
-import struct
-import time
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
-import torch
+from meshpar.core.mesh import MeshSpec
 
-import meshpar
-from meshpar.core import runtime
-
-SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "FI_", "UCX_", "OMP_")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Settings that may differ between the ranks of a host, and must be alike between hosts."""
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-
-_ADDRESS, _FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS: linux/sockios.h
-_UP, _LOOPBACK = 0x1, 0x8
-
-
-def collect(device: torch.device) -> dict[str, Any]:
-    """Return the facts of this rank's machine, without communication."""
-    host = socket.gethostname()
-    return {
-        "rank": runtime.rank(),
-        "local_rank": runtime.local_rank(),
-        "ranks_per_node": runtime.ranks_per_node(),
-        "host": host,
-        "pid": os.getpid(),
-        "device": _device(device),
-        "versions": _installed(device),
-        "settings": runtime.settings(*SETTINGS),
-        "visible": runtime.settings(*VISIBLE),
-        "interfaces": dict(_network()),
-        "address": _resolved(host),
-        "infiniband": list(_infiniband_ports()),
-        "time": time.time(),
-        "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "shm": _room(Path("/dev/shm")),
-    }
-
-
-def _device(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {"name": str(device), "kind": platform.processor() or platform.machine(), "id": None, "memory": None}
-    found = torch.cuda.get_device_properties(device)
-    return {"name": str(device), "kind": found.name, "id": str(found.uuid), "memory": found.total_memory}
-
-
-def _installed(device: torch.device) -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__, "meshpar": meshpar.__version__}
-    if device.type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-        from torch.cuda import nccl
-
-        found["nccl"] = ".".join(map(str, nccl.version()))
-        driver = Path("/proc/driver/nvidia/version")
-        found["driver"] = driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else "unknown"
-    return found
-
-
-def _network() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the network interfaces, as the kernel reports them: a container's /sys may be its host's."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            flags = struct.unpack("H", fcntl.ioctl(asking, _FLAGS, request)[16:18])[0]
-            try:
-                address = socket.inet_ntoa(fcntl.ioctl(asking, _ADDRESS, request)[20:24])
-            except OSError:  # it has none
-                address = None
-            yield name, {"up": bool(flags & _UP), "loopback": bool(flags & _LOOPBACK), "address": address}
-
-
-def _resolved(host: str) -> str | None:
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return None
-
-
-def _infiniband_ports() -> Iterator[dict[str, str]]:
-    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        read = {
-            name: (port / name).read_text(encoding="utf-8").strip()
-            for name in ("state", "rate")
-            if (port / name).exists()
-        }
-        yield {"port": f"{port.parts[-3]}/{port.name}", "state": read.get("state", "?"), "rate": read.get("rate", "?")}
-
-
-def _room(folder: Path) -> dict[str, int] | None:
-    if not folder.is_dir():
-        return None
-    usage = shutil.disk_usage(folder)
-    return {"total": usage.total, "free": usage.free}
-
 
 Facts = Mapping[str, Any]
 Found = Sequence[Facts]
@@ -121,16 +26,9 @@ rank 0's stores grow.
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault of the machines or of the placement.
-
-    Attributes:
-        what: the fault.
-        where: the ranks and hosts that have it.
-        do: the remedy.
-        severs: ranks cannot talk to each other until it is mended.
-    """
+    """A fault, the ranks or hosts that have it, and a remedy; ``severs``: until then ranks cannot connect."""
 
     what: str
     where: str
@@ -183,46 +81,31 @@ def _differ(found: Found, of: Callable[[Facts], Any]) -> str:
     )
 
 
-def _of(kind: str, name: str, missing: str) -> Callable[[Facts], Any]:
+def _fact(kind: str, name: str, missing: str | None) -> Callable[[Facts], Any]:
     """Return a function that reads one named fact of a rank."""
     return lambda fact: fact[kind].get(name, missing)
 
 
-def _host_and_setting(name: str) -> Callable[[Facts], Any]:
-    return lambda fact: (fact["host"], fact["settings"].get(name))
-
-
 def _versions(found: Found) -> Iterator[Finding]:
     for name in sorted({name for fact in found for name in fact["versions"]}):
-        where = _differ(found, _of("versions", name, "none"))
-        if where:
-            yield Finding(what=f"versions of {name} differ", where=where, do=f"install the same {name} on every node")
+        if where := _differ(found, _fact("versions", name, "none")):
+            yield Finding(f"versions of {name} differ", where, f"install the same {name} on every node")
 
 
 def _devices(found: Found) -> Iterator[Finding]:
-    where = _differ(found, lambda fact: fact["device"]["kind"])
-    if where:
-        yield Finding(
-            what="devices differ", where=where, do="use nodes of one kind: every step waits for the slowest device"
-        )
+    if where := _differ(found, lambda fact: fact["device"]["kind"]):
+        yield Finding("devices differ", where, "use nodes of one kind: every step waits for the slowest device")
     for (host, device), members in _groups(found, lambda fact: (fact["host"], fact["device"]["id"])).items():
         if device is not None and len(members) > 1:
-            yield Finding(
-                what=f"{len(members)} ranks share one device of {host}",
-                where=ranks_text(members),
-                do="start at most one rank per device (--nproc), and check that CUDA_VISIBLE_DEVICES hides none",
-            )
+            do = "start at most one rank per device (--nproc), and check that CUDA_VISIBLE_DEVICES hides none"
+            yield Finding(f"{len(members)} ranks share one device of {host}", ranks_text(members), do)
 
 
 def _settings(found: Found) -> Iterator[Finding]:
     for name in sorted({name for fact in found for name in fact["settings"]}):
-        where = _differ(found, _of("settings", name, "unset"))
-        if where:
-            yield Finding(
-                what=f"{name} differs between ranks",
-                where=where,
-                do="set the same value on every node, or unset it on all",
-            )
+        if where := _differ(found, _fact("settings", name, "unset")):
+            do = "set the same value on every node, or unset it on all"
+            yield Finding(f"{name} differs between ranks", where, do)
 
 
 def _visible(found: Found) -> Iterator[Finding]:
@@ -232,38 +115,36 @@ def _visible(found: Found) -> Iterator[Finding]:
             host: "; ".join(fact["visible"].get(name, "unset") for fact in members) for host, members in hosts.items()
         }
         if len(set(values.values())) > 1:
-            yield Finding(
-                what=f"{name} differs between hosts",
-                where=", ".join(f"{host}: {value}" for host, value in list(values.items())[:8]),
-                do="let every host show the same devices to its ranks",
-            )
+            where = ", ".join(f"{host}: {value}" for host, value in list(values.items())[:8])
+            yield Finding(f"{name} differs between hosts", where, "let every host show the same devices to its ranks")
 
 
 def _interfaces(found: Found) -> Iterator[Finding]:
     several = len(hosts_of(found)) > 1
-    for name in INTERFACES:
-        for (host, value), members in _groups(found, _host_and_setting(name)).items():
+    hosts = _groups(found, lambda fact: fact["host"])
+    chosen_by = [(name, host, members) for name in INTERFACES for host, members in hosts.items()]
+    for name, host, members in chosen_by:
+        for value in _groups(members, _fact("settings", name, None)):
             if value is None:
                 continue
             there = members[0]["interfaces"]
-            chosen = {interface: fact for interface, fact in there.items() if _chosen(value, interface)}
-            known = ", ".join(sorted(there))
-            outward = (
-                ", ".join(sorted(interface for interface, fact in there.items() if not fact["loopback"])) or "none here"
-            )
+            chosen = [fact for interface, fact in there.items() if _chosen(value, interface)]
+            names, outward = sorted(there), sorted(name for name, fact in there.items() if not fact["loopback"])
             if not chosen:
-                what, where, do = "names no interface", f"{host}, which has {known}", "set it to one of these"
-            elif several and all(fact["loopback"] for fact in chosen.values()):
                 what, where, do = (
-                    "is the loopback interface, which reaches no other host",
-                    host,
-                    f"set it to one that does: {outward}",
+                    "names no interface",
+                    f"{host}, which has {', '.join(names)}",
+                    "set it to one of these",
                 )
-            elif not any(fact["up"] and fact["address"] for fact in chosen.values()):
-                what, where, do = "is down or has no address", host, f"bring it up, or choose another of {known}"
+            elif several and all(fact["loopback"] for fact in chosen):
+                what, where = "is the loopback interface, which reaches no other host", host
+                do = f"set it to one that does: {', '.join(outward) or 'none here'}"
+            elif not any(fact["up"] and fact["address"] for fact in chosen):
+                what, where = "is down or has no address", host
+                do = f"bring it up, or choose another of {', '.join(names)}"
             else:
                 continue
-            yield Finding(what=f"{name}={value} {what}", where=where, do=do, severs=True)
+            yield Finding(f"{name}={value} {what}", where, do, severs=True)
 
 
 def _chosen(value: str, interface: str) -> bool:
@@ -275,44 +156,31 @@ def _chosen(value: str, interface: str) -> bool:
 
 
 def _names(found: Found) -> Iterator[Finding]:
-    if len(hosts_of(found)) < 2:
-        return
-    for host, members in _groups(found, lambda fact: fact["host"]).items():
-        first = members[0]
-        if first["address"] is None and "GLOO_SOCKET_IFNAME" not in first["settings"]:
+    for host, members in _groups(found, lambda fact: fact["host"]).items() if len(hosts_of(found)) > 1 else ():
+        address, settings = members[0]["address"], members[0]["settings"]
+        if address is None and "GLOO_SOCKET_IFNAME" not in settings:
+            do = "add it to DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
+            yield Finding("the host's own name has no address", host, do)
+        elif (address or "").startswith("127.") and "GLOO_SOCKET_IFNAME" not in settings:
             yield Finding(
-                what="the host's own name has no address",
-                where=host,
-                do="add it to DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME",
-            )
-        elif (first["address"] or "").startswith("127.") and "GLOO_SOCKET_IFNAME" not in first["settings"]:
-            yield Finding(
-                what=f"the host's own name resolves to {first['address']}, which gloo would send to the other hosts",
-                where=host,
-                do="set GLOO_SOCKET_IFNAME to the interface of the network, or remove the name's 127.x entry from "
+                f"the host's own name resolves to {address}, which gloo would send to the other hosts",
+                host,
+                "set GLOO_SOCKET_IFNAME to the interface of the network, or remove the name's 127.x entry from "
                 "/etc/hosts",
             )
 
 
 def _infiniband(found: Found) -> Iterator[Finding]:
-    first = [members[0] for members in _groups(found, lambda fact: fact["host"]).values()]
-    where = _differ(
-        first, lambda fact: ", ".join(f"{port['port']} {port['rate']}" for port in _used_ports(fact)) or "no port"
-    )
-    if where:
-        yield Finding(
-            what="InfiniBand ports differ between hosts",
-            where=where,
-            do="use nodes with the same links: collectives wait for the slowest",
-        )
-    for fact in first:
-        down = [port["port"] for port in _used_ports(fact) if "ACTIVE" not in port["state"]]
-        if down:
-            yield Finding(
-                what=f"InfiniBand ports that are not active: {', '.join(down)}",
-                where=fact["host"],
-                do="check cables and subnet manager (ibstat), or exclude the ports with NCCL_IB_HCA",
-            )
+    hosts = [members[0] for members in _groups(found, lambda fact: fact["host"]).values()]
+    ports = {fact["host"]: _used_ports(fact) for fact in hosts}
+    rates = {host: ", ".join(f"{port['port']} {port['rate']}" for port in used) for host, used in ports.items()}
+    if where := _differ(hosts, lambda fact: rates[fact["host"]] or "no port"):
+        do = "use nodes with the same links: collectives wait for the slowest"
+        yield Finding("InfiniBand ports differ between hosts", where, do)
+    for host, used in ports.items():
+        if down := ", ".join(port["port"] for port in used if "ACTIVE" not in port["state"]):
+            do = "check cables and subnet manager (ibstat), or exclude the ports with NCCL_IB_HCA"
+            yield Finding(f"InfiniBand ports that are not active: {down}", host, do)
 
 
 def _used_ports(fact: Facts) -> list[Mapping[str, str]]:
@@ -337,12 +205,12 @@ def _clocks(found: Found) -> Iterator[Finding]:
     if times and times[-1] - times[0] > CLOCK_S:
         middle = times[len(times) // 2]
         off = [fact for fact in found if abs(fact["clock"] - middle) > CLOCK_S / 2]
-        yield Finding(
-            what=f"clocks are {times[-1] - times[0]:.1f} s apart",
-            where="; ".join(f"{fact['host']} {fact['clock'] - middle:+.1f} s" for fact in _one_a_host(off)),
-            do="run chrony or ntpd: otherwise logs of different hosts cannot be ordered, and locks on shared file "
-            "systems fail",
+        do = (
+            "run chrony or ntpd: otherwise logs of different hosts cannot be ordered, and locks on shared file systems "
+            "fail"
         )
+        where = "; ".join(f"{fact['host']} {fact['clock'] - middle:+.1f} s" for fact in _one_a_host(off))
+        yield Finding(f"clocks are {times[-1] - times[0]:.1f} s apart", where, do)
 
 
 def _one_a_host(found: Found) -> list[Facts]:
@@ -352,29 +220,89 @@ def _one_a_host(found: Found) -> list[Facts]:
 def _limits(found: Found) -> Iterator[Finding]:
     low = [fact for fact in _one_a_host(found) if fact["infiniband"] and fact["locked_memory"] not in (-1, 2**64 - 1)]
     if low:
-        yield Finding(
-            what="locked memory is limited, and InfiniBand registers more",
-            where="; ".join(f"{fact['host']}: {fact['locked_memory'] / GIB:.2f} GiB" for fact in low),
-            do="set it unlimited: ulimit -l unlimited (limits.conf, or LimitMEMLOCK of slurmd's unit)",
-        )
+        where = "; ".join(f"{fact['host']}: {fact['locked_memory'] / GIB:.2f} GiB" for fact in low)
+        do = "set it unlimited: ulimit -l unlimited (limits.conf, or LimitMEMLOCK of slurmd's unit)"
+        yield Finding("locked memory is limited, and InfiniBand registers more", where, do)
     needed = FEW_FILES if len(found) <= 16 else max(FILES, FEW_FILES + FILES_A_RANK * len(found))
     few = [fact for fact in _one_a_host(found) if 0 < fact["open_files"] < needed]
     if few:
-        yield Finding(
-            what=f"the limit of open files is low: {len(found)} ranks need {needed} in a process",
-            where="; ".join(f"{fact['host']}: {fact['open_files']}" for fact in few),
-            do=f"raise it: ulimit -n {max(65536, 2 * needed)}",
-        )
+        what = f"the limit of open files is low: {len(found)} ranks need {needed} in a process"
+        where = "; ".join(f"{fact['host']}: {fact['open_files']}" for fact in few)
+        yield Finding(what, where, f"raise it: ulimit -n {max(65536, 2 * needed)}")
 
 
 def _shm(found: Found) -> Iterator[Finding]:
-    low = [fact for fact in _one_a_host(found) if fact["shm"] is None or fact["shm"]["free"] < SHM]
-    if low:
-        sizes = [
-            f"{fact['host']}: {0 if fact['shm'] is None else fact['shm']['free'] / GIB:.2f} GiB free" for fact in low
-        ]
-        yield Finding(
-            what="little free space in /dev/shm, which NCCL and data workers use",
-            where="; ".join(sizes),
-            do="enlarge it (docker --shm-size=16g; Kubernetes: an emptyDir of medium Memory), or delete files there",
-        )
+    free = {fact["host"]: 0 if fact["shm"] is None else fact["shm"]["free"] for fact in _one_a_host(found)}
+    if where := "; ".join(f"{host}: {size / GIB:.2f} GiB free" for host, size in free.items() if size < SHM):
+        what = "little free space in /dev/shm, which NCCL and data workers use"
+        do = "enlarge it (docker --shm-size=16g; Kubernetes: an emptyDir of medium Memory), or delete files there"
+        yield Finding(what, where, do)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisSpan:
+    """One axis of a mesh on hosts: the ranks and the hosts of each of its groups."""
+
+    axis: str
+    size: int
+    groups: tuple[tuple[int, ...], ...]
+    hosts: tuple[tuple[str, ...], ...]
+
+    @property
+    def most(self) -> int:
+        """The number of hosts that the widest group spans."""
+        return max(len(host) for host in self.hosts)
+
+
+def spans(spec: MeshSpec, hosts: Sequence[str]) -> list[AxisSpan]:
+    """Return the hosts of each axis of size > 1; ``hosts`` has each rank's host."""
+    spanned = []
+    for axis in [axis for axis, size in spec.axes.items() if size > 1]:
+        groups = tuple(spec.groups(axis))
+        on = tuple(tuple(dict.fromkeys(hosts[rank] for rank in group)) for group in groups)
+        spanned.append(AxisSpan(axis=axis, size=spec.axes[axis], groups=groups, hosts=on))
+    return spanned
+
+
+def placement_findings(spec: MeshSpec, hosts: Sequence[str]) -> Iterator[Finding]:
+    """Yield each axis that spans hosts but should not: tp, ep, cp always, dp_shard under dp_replicate."""
+    names = list(dict.fromkeys(hosts))
+    if len(names) < 2:
+        return
+    smallest = min(hosts.count(name) for name in names)
+    should = [axis for axis in ("dp_shard", "cp", "ep", "tp") if spec.axes.get(axis, 1) > 1]
+    if spec.axes.get("dp_replicate", 1) == 1 and "dp_shard" in should:
+        should.remove("dp_shard")  # shards over all ranks: a choice, with a price
+    for span in spans(spec, hosts):
+        if span.axis not in should or span.most == 1:
+            continue
+        axes = list(spec.axes)
+        inner = math.prod(spec.axes[axis] for axis in axes[axes.index(span.axis) :])
+        worst = next(number for number, on in enumerate(span.hosts) if len(on) == span.most)
+        group = ", ".join(f"{rank} ({hosts[rank]})" for rank in span.groups[worst][:8])
+        if inner > smallest:
+            do = f"make {span.axis} and the axes inside it at most {smallest} together: a host has no more ranks"
+        else:
+            do = (
+                "number the ranks host by host: --node-rank in the order of the hosts, all ranks of a host in one "
+                "launcher (SLURM: --distribution=block)"
+            )
+        what = f"axis {span.axis} (size {span.size}) should be inside a host and spans {span.most}"
+        crossing = sum(len(on) > 1 for on in span.hosts)
+        yield Finding(what, f"{crossing} of {len(span.groups)} groups, such as ranks {group}", do)
+
+
+def price_of_sharding(spec: MeshSpec, hosts: Sequence[str]) -> str | None:
+    """Return a note if hybrid sharding would keep all-gathers inside of a host; None otherwise."""
+    names = list(dict.fromkeys(hosts))
+    shard = spec.axes.get("dp_shard", 1)
+    if len(names) < 2 or shard == 1 or spec.axes.get("dp_replicate", 1) > 1 or shard % len(names):
+        return None
+    if all(len(host) == 1 for span in spans(spec, hosts) if span.axis == "dp_shard" for host in span.hosts):
+        return None
+    better = MeshSpec({**spec.axes, "dp_replicate": len(names), "dp_shard": shard // len(names)})
+    return (
+        f"shards span {len(names)} hosts, so every all-gather crosses them; if the model fits, {better} keeps "
+        "all-gathers inside a host"
+    )

@@ -1,32 +1,174 @@
-"""After an export: measure the effect of quantising, and push to the Hugging Face Hub with a model card."""
+"""``meshpar export`` around an export: of each new step of a job, measured, and pushed to the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 import yaml
 
 from meshpar.checkpoints import read_manifest
-from meshpar.checkpoints.storage.place import place
+from meshpar.checkpoints.format.manifest import step_name
+from meshpar.checkpoints.steps.lease import is_written
+from meshpar.checkpoints.steps.steps import PIN_FILE, Steps, checkpoints_in
+from meshpar.checkpoints.storage.disk import DiskPath
+from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk, place
 from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.core.errors import CheckpointError, MeshparError, brief
-from meshpar.launchers.export.run import beside, export_run
+from meshpar.launchers.export.run import beside, chosen_step, export_run
 from meshpar.launchers.jobs.job import RECIPE
 from meshpar.launchers.recipes.yamlfile import read_document, to_yaml
 from meshpar.models.huggingface import check_attention
 from meshpar.process.imports import need
+from meshpar.process.leftovers import host_name, is_running, this_process
 from meshpar.process.secrets import redacted
 from meshpar.training.tokenizer import load_tokenizer
 
 CARD = "README.md"
-_BLOCK = 1 << 20
 _LENGTH, _MOST = 512, 32  # tokens of a sample, and samples
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """What ``meshpar export`` was asked for.
+
+    Attributes:
+        src: a run's folder, its checkpoints, or one step.
+        dst: the folder to write; with ``watched``, the folder of one folder for each step.
+        options: of :func:`meshpar.launchers.export_run`.
+        best: as for :func:`meshpar.launchers.export_run`; with ``watched``: export each step that is the best so far.
+        text: a text on which to compare the quantised export with the step's own weights.
+        repository: ``owner/name`` of the Hugging Face Hub to push to.
+        dry_run: print what would be pushed.
+        watched: export new steps until the job that writes them has ended.
+        every: with ``watched``: export each step whose number is a multiple of this.
+    """
+
+    src: PlaceLike
+    dst: PlaceLike
+    options: Mapping[str, Any]
+    best: str | None = None
+    text: Path | None = None
+    repository: str | None = None
+    dry_run: bool = False
+    watched: bool = False
+    every: int | None = None
+
+    def check(self) -> None:
+        """Raise CheckpointError if options do not fit each other."""
+        if self.text is not None and self.options["quantize"] is None:
+            raise CheckpointError(
+                "--measure compares a quantised export with the step's own weights; pass --quantize FORMAT as well"
+            )
+        if self.text is not None and self.options.get("weights", "trained") != "trained":
+            raise CheckpointError(
+                "--measure compares a quantised export with the step's trained weights; drop --measure, or --weights"
+            )
+        if self.dry_run and self.repository is None:
+            raise CheckpointError("--dry-run lists what --push would upload; pass --push OWNER/NAME as well")
+        if self.every is not None and (not self.watched or self.best is not None):
+            raise CheckpointError("--every chooses steps of --watch; pass --watch, and either --every or --best")
+        if self.repository is not None:
+            check_repository(self.repository)
+
+
+def export(asked: ExportRequest) -> None:
+    """Export and print what was done."""
+    asked.check()
+    src, dst, options = asked.src, asked.dst, asked.options
+
+    def local(path: PlaceLike) -> DiskPath:
+        return on_disk(path, why="--watch, --push and --measure work on a disk; export without them")
+
+    def export_step(step: Place, target: Place) -> None:
+        ids = None if asked.text is None else held_out(local(step), asked.text, options["config"])
+        print(f"exported to {export_run(step, target, **options)}", flush=True)
+        if ids is not None:
+            names = {key: options[key] for key in ("config", "layout")}
+            print(measure(local(step), local(target), ids, names), flush=True)
+        if asked.repository is not None:
+            card = "\n".join(_card(local(step), local(target), asked.repository))
+            (local(target) / CARD).write_text(f"{card}\n", encoding="utf-8")
+            print(push(local(target), asked.repository, dry_run=asked.dry_run), flush=True)
+
+    if asked.watched:
+        out = local(dst)
+        watch(
+            local(checkpoints_in(src)),
+            lambda step: export_step(step, out / step_name(read_manifest(step).step)),
+            best=asked.best,
+            every=asked.every or 1,
+        )
+        return
+    if asked.repository is not None or asked.text is not None:
+        for address in (src, dst):
+            local(address)
+    export_step(chosen_step(src, asked.best), place(dst))
+
+
+def watch(
+    root: Path, export: Callable[[Place], object], *, best: str | None = None, every: int = 1, poll_s: float = 5.0
+) -> None:
+    """Export each new step, pinned meanwhile, until no job writes the folder; errors of one step are printed."""
+    steps, done, last_best = Steps(root), set[int](), None
+    _release_dead(steps)
+    while True:
+        running = is_written(root)  # before the look, so that the last step is seen
+        chosen = [step for step in steps.committed() if step % every == 0] if best is None else []
+        if best is not None and (step := steps.best(best)) is not None and step != last_best:
+            chosen, last_best = [step], step
+        for step in (candidate for candidate in chosen if candidate not in done):
+            done.add(step)
+            with _pin(steps, step) as folder:
+                if folder is None:
+                    continue
+                try:
+                    export(folder)
+                except CheckpointError as error:
+                    print(f"meshpar: {folder.name} is not exported: {error}", file=sys.stderr, flush=True)
+        if not running:
+            return
+        time.sleep(poll_s)
+
+
+@contextmanager
+def _pin(steps: Steps, step: int) -> Iterator[Place | None]:
+    """Pin a step meanwhile, unless it is pinned already; None if retention has just deleted it."""
+    folder, ours = steps.folder(step), step not in steps.pinned()
+    try:
+        if ours:
+            (folder / PIN_FILE).write_durably(json.dumps(this_process()).encode())
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield folder if step in steps.committed() else None
+    finally:
+        if ours:
+            (folder / PIN_FILE).unlink(missing_ok=True)
+
+
+def _release_dead(steps: Steps) -> None:
+    """Remove the pins of watchers of this host that were killed."""
+    for step in steps.pinned():
+        pin = steps.folder(step) / PIN_FILE
+        try:
+            owner = json.loads(pin.read_text())
+            dead = owner["host"] == host_name() and not is_running(owner["process"], owner["id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # a user's pin is empty
+        if dead:
+            pin.unlink(missing_ok=True)
 
 
 def check_repository(name: str) -> None:
@@ -38,12 +180,6 @@ def check_repository(name: str) -> None:
         raise MeshparError(f"--push: expected owner/name, got {name!r}: {error}") from error
     if name.count("/") != 1:
         raise MeshparError(f"--push: expected owner/name, got {name!r}")
-
-
-def write_card(step: Path, exported: Path, name: str) -> Path:
-    """Write the model card of a step's export to the Hub as ``name``, and return its path."""
-    (exported / CARD).write_text("\n".join(_card(step, exported, name)) + "\n", encoding="utf-8")
-    return exported / CARD
 
 
 def push(exported: Path, name: str, *, dry_run: bool) -> str:
@@ -93,29 +229,21 @@ def _card(step: Path, exported: Path, name: str) -> Iterator[str]:
         yield from ("", "## Recipe", "", "```yaml", to_yaml(redacted(read_document(recipe).data)).strip(), "```")
     yield from ("", "## Checksums", "", "| file | bytes | SHA-256 |", "| --- | --- | --- |")
     for file in sorted(path for path in exported.iterdir() if path.is_file() and path.name != CARD):
-        yield f"| {file.name} | {file.stat().st_size} | `{_sha256(file)}` |"
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        yield f"| {file.name} | {file.stat().st_size} | `{digest}` |"
 
 
 def _position(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return where in its data a job was: its steps and tokens, and the position of the data itself."""
-    found = {key: extra[key] for key in ("step", "tokens", "skipped") if key in extra}
-    return found | {
-        f"data.{key}": value for key, value in (extra.get("data") or {}).items() if isinstance(value, int | str)
-    }
-
-
-def _sha256(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
+    data = {f"data.{key}": value for key, value in (extra.get("data") or {}).items() if isinstance(value, int | str)}
+    return {key: extra[key] for key in ("step", "tokens", "skipped") if key in extra} | data
 
 
 def held_out(step: Path, file: Path, config: Path | None = None) -> torch.Tensor:
     """Return the tokens (N, L) of a text's first samples, by the tokenizer that is exported with a step."""
-    found = beside(place(step), config)
-    folder = found.tokenizer if config is None else config
+    files = beside(place(step), config)
+    folder = files.tokenizer if config is None else config
     if not file.is_file():
         raise CheckpointError(f"--measure: expected a file of text, got {file}")
     if folder is None or not (folder / "tokenizer.json").is_file():
@@ -124,9 +252,8 @@ def held_out(step: Path, file: Path, config: Path | None = None) -> torch.Tensor
             "folder with config.json and tokenizer.json"
         )
     ids = load_tokenizer(fetched(folder)).encode(file.read_text(encoding="utf-8", errors="replace"))
-    length = min(
-        _LENGTH, found.config.get("max_position_embeddings") or found.config.get("n_positions") or _LENGTH, len(ids)
-    )
+    positions = files.config.get("max_position_embeddings") or files.config.get("n_positions")
+    length = min(_LENGTH, positions or _LENGTH, len(ids))
     if length < 2:
         raise CheckpointError(f"--measure: {file} has {len(ids)} tokens; expected 2 or more")
     count = min(_MOST, len(ids) // length)
@@ -148,9 +275,10 @@ def measure(step: Path, exported: Path, ids: torch.Tensor, names: Mapping[str, A
                 )
                 worst = max(worst, float((logits[0] - logits[1]).abs().max()))
                 largest = max(largest, float(logits[0].abs().max()))
-    one, other = (losses / (ids.numel() - len(ids))).tolist()
+    plain_loss, loss = (losses / (ids.numel() - len(ids))).tolist()
+    change = f"{plain_loss:.4f} before, {loss:.4f} after ({loss - plain_loss:+.4f})"
     return (
-        f"held-out loss {one:.4f} before, {other:.4f} after ({other - one:+.4f}) on {ids.numel():,} tokens; "
+        f"held-out loss {change} on {ids.numel():,} tokens; "
         f"greatest difference of a logit {worst:.3g} (largest logit {largest:.3g})"
     )
 

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -28,7 +27,7 @@ from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, on_disk
 from meshpar.checkpoints.storage.transfer import copy_file, fetched
 from meshpar.core.errors import CheckpointError, LayoutError
 from meshpar.core.registry import layout_for
-from meshpar.launchers import progress
+from meshpar.launchers.agent import console
 from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
 from meshpar.launchers.recipes.schema import build, parse_dtype, validate
 from meshpar.launchers.recipes.sections import LoRASection
@@ -51,9 +50,7 @@ class Beside:
     """Files to write beside a model's weights.
 
     Attributes:
-        config: contents of ``config.json``.
-        generation: contents of ``generation_config.json``; empty: no such file, and transformers reads ``config.json``
-            for it.
+        config, generation: contents of ``config.json`` and of ``generation_config.json``; empty: no such file.
         tokenizer: a folder with the tokenizer and its chat template; None: the run has none.
         files: other files, which replace those of the tokenizer.
     """
@@ -73,40 +70,42 @@ def beside(step: Place, given: Path | None = None) -> Beside:
     if given is not None:
         config, files = config_in(given), files_beside_weights(given)
     else:
-        sources = [] if recipe is None else _started_from(recipe)
+        sources = [] if recipe is None else recipe.sources()
         files = [file for source in sources[:1] for file in entries(source, _PROCESSORS)]
         files += [source / _GENERATION for source in sources if (source / _GENERATION).is_file()][:1]
         if tokenizer is None and recipe is not None and recipe.weights is not None:
             tokenizer = next(iter(sources), None)
         config = dict(read_manifest(step).config)
         if recipe is not None and recipe.adapters is not None:
-            config = _config_of(recipe, sources)
+            config = recipe.first_config()
     generation = next((_json(file) for file in files if file.name == _GENERATION), {})
-    return Beside(
-        _ended(config, end) if config else config,
-        _ended(generation, end, config) if generation else generation,
-        tokenizer,
-        tuple(file for file in files if file.name != _GENERATION),
-    )
+    config, generation = _end_texts(config, end) if config else config, _end_texts(generation, end, config)
+    return Beside(config, generation, tokenizer, tuple(file for file in files if file.name != _GENERATION))
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Recipe:
-    """The fields of a run's recipe that an export needs.
-
-    Attributes:
-        weights: folder from which the run started.
-        config: the model's config, or the folder that contains it.
-        adapters: settings of the adapters on these weights.
-    """
+class RunRecipe:
+    """A run's first weights, its model's config or the folder of that, and the settings of adapters on the weights."""
 
     weights: str | None
     config: Mapping[str, Any] | str | None
     adapters: LoRA | None
 
+    def sources(self) -> list[Place]:
+        """Return the folders of the weights and of the config from which the run started, where they exist."""
+        folders = [expanded(place(name)) for name in (self.weights, self.config) if isinstance(name, str)]
+        return [folder for folder in folders if folder.is_dir()]
 
-def _recipe_of(run: Place) -> _Recipe | None:
+    def first_config(self) -> dict[str, Any]:
+        """Return the config of the run's first weights, otherwise that of the recipe."""
+        folder = next((source for source in self.sources() if (source / "config.json").is_file()), None)
+        if folder is None and isinstance(self.config, Mapping):
+            return dict(self.config)
+        return config_in(expanded(place(str(self.weights))) if folder is None else folder)
+
+
+def _recipe_of(run: Place) -> RunRecipe | None:
     """Read a run's recipe as plain data: nothing that it names is imported. None without a recipe."""
     if not (run / RECIPE).is_file():
         return None
@@ -119,32 +118,19 @@ def _recipe_of(run: Place) -> _Recipe | None:
         if isinstance(section, list):
             raise CheckpointError("\n".join(section))
         adapters = build(LoRA, section)
-    return _Recipe(
-        weights if isinstance(weights, str) else None, config if isinstance(config, (str, Mapping)) else None, adapters
-    )
+    config = config if isinstance(config, (str, Mapping)) else None
+    return RunRecipe(weights if isinstance(weights, str) else None, config, adapters)
 
 
-def _started_from(recipe: _Recipe) -> list[Place]:
-    """Return the folders of the weights and of the config from which a run started, where they exist."""
-    folders = [expanded(place(name)) for name in (recipe.weights, recipe.config) if isinstance(name, str)]
-    return [folder for folder in folders if folder.is_dir()]
-
-
-def _config_of(recipe: _Recipe, sources: Sequence[Place]) -> dict[str, Any]:
-    """Return the config of a run's first weights, otherwise that of its recipe."""
-    found = next((source for source in sources if (source / "config.json").is_file()), None)
-    if found is None and isinstance(recipe.config, Mapping):
-        return dict(recipe.config)
-    return config_in(expanded(place(str(recipe.weights))) if found is None else found)
-
-
-def _ended(config: Mapping[str, Any], end: int | None, otherwise: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _end_texts(
+    config: Mapping[str, Any], end: int | None, otherwise: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return a config whose ends of text include the id ``end``; ``otherwise``: the config with the other ends."""
     inner = config.get("text_config")
-    found = [source.get(_EOS) for source in (config, inner, otherwise) if isinstance(source, Mapping)]
-    known: Any = next((value for value in found if value is not None), [])
-    ids = [known] if isinstance(known, int) else list(known)
-    if end is None or (end in ids and config.get(_EOS) is not None):
+    ends = [source.get(_EOS) for source in (config, inner, otherwise) if isinstance(source, Mapping)]
+    first: Any = next((value for value in ends if value is not None), [])
+    ids = [first] if isinstance(first, int) else list(first)
+    if not config or end is None or (end in ids and config.get(_EOS) is not None):
         return dict(config)
     ids = ids if end in ids else [end, *ids]
     return {**config, _EOS: ids if len(ids) > 1 else end}
@@ -161,10 +147,10 @@ def weight_names(layout: str | None) -> WeightMap | None:
             return WeightMap.from_json(read_json(DiskPath(layout).reader()))
         except (CheckpointError, ValueError, TypeError, AttributeError, LayoutError) as error:
             raise CheckpointError(f"--layout: {layout} has no rules of a weight map: {error}") from error
-    found = names_of_ours(layout)
-    if found is None:
+    rules = names_of_ours(layout)
+    if rules is None:
         raise CheckpointError(f"--layout must be own, llama, qwen3, gpt2 or a file ending in .json, got {layout!r}")
-    return found
+    return rules
 
 
 def names_of_ours(kind: object) -> WeightMap | None:
@@ -194,7 +180,7 @@ def _json(path: Place) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read as a JSON object: {error}") from error
 
 
-def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
+def merge_adapters(src: Place, settings: LoRA, base: Place) -> TypedSource:
     """Return the adapted weights for export tile by tile, equal to those of peft's ``merge_and_unload``."""
     adapters, packed, names = stored_adapters(src), dict[str, PackedAdapterLayer](), WeightMap()
     if settings.parameters:  # files may store what the model packs one by one, and the model alone knows how
@@ -210,12 +196,8 @@ def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
             raise CheckpointError(
                 f"the weights have no {weight}, to which an adapter belongs; give the folder of the adapted weights"
             )
-        factors[weight] = AdapterFactors(partial(_both, a, b), settings.alpha / settings.rank, on)
+        factors[weight] = AdapterFactors(lambda a=a, b=b: (a, b), settings.alpha / settings.rank, on)
     return names.publish(MergedAdapters(ours, factors))
-
-
-def _both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return a, b
 
 
 def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, overwrite: bool = False) -> Place:
@@ -242,19 +224,17 @@ def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, over
     turned = any(tuple(source.shapes()[f"{layer}.weight"]) != _shape(adapters, layer) for layer in linear[:1])
     below = expanded(base).absolute()
     config = config_of(settings, linear, base_model_name_or_path=str(below), fan_in_fan_out=turned, inference_mode=True)
-    found = beside(open_step(src))
+    files = beside(open_step(src))
+    tokenizer = [] if files.tokenizer is None else files_beside_weights(files.tokenizer)
+    ids = {name: files.config[name] for name in _IDS if files.config.get(name) is not None}
     with make_on_disk(target, overwrite=overwrite) as folder:
-        save_file(
-            {f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS
-        )
+        tensors = {f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}
+        save_file(tensors, folder / _ADAPTERS)
         (folder / _ADAPTERS).flush()
         config.save_pretrained(str(folder))
-        for file in (*(files_beside_weights(found.tokenizer) if found.tokenizer is not None else ()), *found.files):
+        for file in (*tokenizer, *files.files):
             copy_file(file, folder / file.name)
-        generation = found.generation or {
-            name: found.config[name] for name in _IDS if found.config.get(name) is not None
-        }
-        if generation:
+        if generation := files.generation or ids:
             (folder / _GENERATION).write_durably((json.dumps(generation, indent=2) + "\n").encode())
     return dst
 
@@ -262,15 +242,15 @@ def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, over
 def stored_adapters(src: Place) -> dict[str, torch.Tensor]:
     """Return the adapters of a step by peft's names: ``layer.lora_A.weight``."""
     checkpoint = DistributedCheckpoint(open_step(src))
-    found = {}
+    adapters = {}
     for name, stored in checkpoint.tensors.items():
         if name.startswith(MODEL) and ".lora_" in name:
             value = torch.empty(stored.shape, dtype=stored.dtype)
             checkpoint.read(name, tuple(slice(0, size) for size in stored.shape), value)
-            found[name.removeprefix(MODEL).replace(f".{NAME}.", ".")] = value
-    if not found:
+            adapters[name.removeprefix(MODEL).replace(f".{NAME}.", ".")] = value
+    if not adapters:
         raise CheckpointError(f"{src} has no adapters; export it with `meshpar export`")
-    return found
+    return adapters
 
 
 def _shape(adapters: Mapping[str, torch.Tensor], layer: str) -> tuple[int, int]:
@@ -334,28 +314,18 @@ def export_run(
             raise CheckpointError("merged adapters keep the names of the weights below them; drop --layout")
         apart(dst.resolve(), folder, adapted[1])
         verify_files(folder, read_manifest(folder), verify)
-        model = merged(folder, *adapted)
-    found = beside(folder, config)
+        model = merge_adapters(folder, *adapted)
+    files = beside(folder, config)
     if quantize in KINDS and dtype is not None:
         raise CheckpointError(
             f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype"
         )
-    with progress.of_bytes() as advance:
+    with console.show_bytes() as advance:
         options = ExportOptions(
-            dtype=_dtype(dtype),
-            max_shard_size=bytes_of(max_shard_size),
-            tokenizer=found.tokenizer,
-            progress=advance,
-            config=found.config,
-            generation=found.generation,
-            beside=found.files,
-            weights=names,
-            verify=verify,
-            quantize=quantize,
-            high=high,
-            averaged=weights,
-            overwrite=overwrite,
-        )
+            dtype=_dtype(dtype), max_shard_size=bytes_of(max_shard_size), tokenizer=files.tokenizer, progress=advance,
+            config=files.config, generation=files.generation, beside=files.files, weights=names, verify=verify,
+            quantize=quantize, high=high, averaged=weights, overwrite=overwrite,
+        )  # fmt: skip
         write = write_gguf if quantize in KINDS else write_safetensors
         return write(model, dst, options)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 from meshpar.checkpoints.storage.place import place
 from meshpar.checkpoints.storage.transfer import fetched
@@ -37,6 +37,11 @@ _BEFORE: dict[str, Any] = {
     "data.bad_rows": "refuse",
 }
 """Settings of runs that were saved before there was a choice."""
+_ORIGIN = (
+    *("source", "tokenizer", "eos", "sequence_length", "target_length", "field", "target_field", "label_field"),
+    *("separator", "validation_fraction", "documents", "packing", "template", "bad_rows"),
+)
+"""The fields of ``data`` that decide on the samples."""
 
 
 @final
@@ -64,13 +69,7 @@ class MixedSplit:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The prepared data of a run.
-
-    Attributes:
-        split: training and validation files: tokens, of one source or of several, or examples if the objective requires
-            these; or samples of the user's own.
-        tokenizer: the tokenizer; None if the data is a token file, or samples, without one.
-    """
+    """The prepared data of a run, and its tokenizer, which token files and samples of the user's own may lack."""
 
     split: TokenSplit | ExampleSplit | MappedSplit | MixedSplit
     tokenizer: TextTokenizer | None
@@ -97,10 +96,12 @@ class Data:
         return DataFacts(eos_id=file.eos_id, pad_id=file.pad_id, classes=file.classes)
 
 
-def examples_of(recipe: Recipe) -> str:
+def examples_of(recipe: Recipe) -> Literal["tokens", "pairs", "labels"]:
     """Return the kind of examples of the recipe's objective: ``tokens``, ``pairs`` or ``labels``."""
     try:
-        return str(getattr(recipe.find(registry.OBJECTIVE, recipe.training.objective), "examples", "tokens"))
+        factory = recipe.find(registry.OBJECTIVE, recipe.training.objective)
+        examples: Literal["tokens", "pairs", "labels"] = getattr(factory, "examples", "tokens")
+        return examples
     except UntrustedError:
         raise
     except MeshparError:  # told by the checks of the recipe
@@ -114,23 +115,24 @@ def separates(recipe: Recipe) -> bool:
 
 def several_documents(recipe: Recipe) -> bool:
     """Return whether a forecast takes each sample for several documents: records are short, files are not."""
-    short = any(part.source in ("chat", "jsonl", "csv", "parquet") for part in parts_of(recipe.data).values())
-    return separates(recipe) and (short or recipe.data.packing == "best_fit")
+    short = {part.source for part in parts_of(recipe.data).values()} & {"chat", "jsonl", "csv", "parquet"}
+    return separates(recipe) and (bool(short) or recipe.data.packing == "best_fit")
 
 
 def vocab_size_of(recipe: Recipe) -> int:
     """Return the vocabulary of a recipe's data without preparing it."""
     data = recipe.data
     if data.dataset is not None:
-        known = own_samples(recipe, data.dataset).vocab_size
-        if not known and data.tokenizer is None:
+        size = own_samples(recipe, data.dataset).vocab_size
+        if not size and data.tokenizer is None:
             raise RecipeError(
                 f"{data.dataset.class_} has no vocab_size, and the model takes its vocabulary from the data; write "
                 "model.vocab_size"
             )
-        return known or load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
-    if all(part.source == "tokens" for part in parts_of(data).values()):
-        return max(TokenFile.open(expanded(Path(part.paths[0]))).vocab_size for part in parts_of(data).values())
+        return size or load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
+    parts = parts_of(data).values()
+    if all(part.source == "tokens" for part in parts):
+        return max(TokenFile.open(expanded(Path(part.paths[0]))).vocab_size for part in parts)
     if data.tokenizer in (None, "bytes"):
         return 257
     return data.vocab_size if data.tokenizer == "bpe" else load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
@@ -140,11 +142,12 @@ def parts_of(data: DataSection) -> dict[str, DataSection]:
     """Return a mixture's sources by name, each as a section of its own; without a mixture the section itself."""
     if not data.mix:
         return {"": data}
-    fields = [{**part.given(), "source": part.source, "mix": ()} for part in data.mix]
-    return {
-        name: data.model_copy(update={key: value for key, value in field.items() if key in DataSection.model_fields})
-        for name, field in zip(mixed_names(data), fields, strict=True)
-    }
+    parts = {}
+    for name, part in zip(mixed_names(data), data.mix, strict=True):
+        fields = {**part.given(), "source": part.source, "mix": ()}
+        shared = {key: value for key, value in fields.items() if key in DataSection.model_fields}
+        parts[name] = data.model_copy(update=shared)
+    return parts
 
 
 def with_local_data(recipe: Recipe) -> Recipe:
@@ -152,9 +155,9 @@ def with_local_data(recipe: Recipe) -> Recipe:
     data = recipe.data
 
     def local(source: str, paths: Sequence[str]) -> tuple[str, ...]:
-        beside = (".json", ".marks") if source == "tokens" else ()
+        suffixes = (".json", ".marks") if source == "tokens" else ()
         return tuple(
-            path if place(path).mounted else str(fetched(path, expanded(Path(data.cache)) / "fetched", beside))
+            path if place(path).mounted else str(fetched(path, expanded(Path(data.cache)) / "fetched", suffixes))
             for path in paths
         )
 
@@ -170,10 +173,10 @@ def prepare_data(recipe: Recipe) -> Data:
     data = recipe.data
     cache = expanded(Path(data.cache))
     if data.dataset is not None:
-        train, held = own_samples(recipe, data.dataset).split(data.validation_fraction, recipe.seed)
-        held = held if data.validation_dataset is None else own_samples(recipe, data.validation_dataset)
+        train, rest = own_samples(recipe, data.dataset).split(data.validation_fraction, recipe.seed)
+        rest = rest if data.validation_dataset is None else own_samples(recipe, data.validation_dataset)
         named = None if data.tokenizer is None else load_tokenizer(data.tokenizer, eos=data.eos)
-        return Data(split=MappedSplit(train=train, validation=held), tokenizer=named)
+        return Data(split=MappedSplit(train=train, validation=rest), tokenizer=named)
     parts = parts_of(data)
     texts = [part for part in parts.values() if part.source != "tokens"]
     tokenizer = _tokenizer(recipe, texts, cache)
@@ -181,13 +184,9 @@ def prepare_data(recipe: Recipe) -> Data:
         assert tokenizer is not None
         source: Any = source_of(recipe, data, inputs_of(data))
         validation: Any = source_of(recipe, data, data.validation_paths) if data.validation_paths else None
+        seed, fraction = recipe.seed, data.validation_fraction
         examples = prepare_examples(
-            source,
-            tokenizer,
-            cache,
-            validation=validation,
-            validation_fraction=data.validation_fraction,
-            seed=recipe.seed,
+            source, tokenizer, cache, validation=validation, validation_fraction=fraction, seed=seed
         )
         return Data(split=examples, tokenizer=tokenizer)
     splits = {name: _split(recipe, part, tokenizer, cache) for name, part in parts.items()}
@@ -200,36 +199,25 @@ def _tokenizer(recipe: Recipe, texts: Sequence[DataSection], cache: Path) -> Tex
     if not texts:
         return None if name is None else load_tokenizer(name, eos=data.eos)
     named = named_template(texts)
+    template = None if named is None else named.text
     if name in (None, "bytes", "bpe"):
         sources = [source_of(recipe, source, inputs_of(source)) for source in texts] if name == "bpe" else []
         special, end = ((), None) if named is None else (named.special, named.end)
-        template = None if named is None else named.text
+        size, eos = data.vocab_size, data.eos or end
         return prepare_tokenizer(
-            name or "bytes",
-            sources,
-            cache,
-            vocab_size=data.vocab_size,
-            special=special,
-            eos=data.eos or end,
-            template=template,
+            name or "bytes", sources, cache, vocab_size=size, special=special, eos=eos, template=template
         )
-    return load_tokenizer(name, eos=data.eos, template=None if named is None else named.text)
+    return load_tokenizer(name, eos=data.eos, template=template)
 
 
 def named_template(texts: Sequence[DataSection]) -> ChatTemplate | None:
     """Return the template that the recipe names for its conversations; None where it names none."""
-    return next(
-        (
-            chat_template(source.template, None)
-            for source in texts
-            if source.source == "chat" and source.template is not None
-        ),
-        None,
-    )
+    chats = [source for source in texts if source.source == "chat"]
+    named = next((source.template for source in chats if source.template is not None), None)
+    return None if named is None else chat_template(named, None)
 
 
 def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None, cache: Path) -> TokenSplit:
-    """Return the token files of one source."""
     if section.source == "tokens":
         whole = TokenFile.open(expanded(Path(section.paths[0])))
         if section.validation_paths:
@@ -239,9 +227,8 @@ def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None
     source: Any = source_of(recipe, section, inputs_of(section), tokenizer)
     if isinstance(source, ChatSource):
         check_template(recipe, source.template, tokenizer)
-    validation: Any = (
-        source_of(recipe, section, section.validation_paths, tokenizer) if section.validation_paths else None
-    )
+    paths = section.validation_paths
+    validation: Any = source_of(recipe, section, paths, tokenizer) if paths else None
     fraction = 0.0 if validation is not None else section.validation_fraction
     return prepare_tokens(
         source, tokenizer, cache, validation=validation, validation_fraction=fraction, seed=recipe.seed
@@ -249,41 +236,20 @@ def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None
 
 
 def inputs_of(section: DataSection) -> tuple[str, ...]:
-    """Return the paths of the training data."""
     return (STDLIB,) if section.source == "stdlib" else section.paths
 
 
 def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
     """Return what the samples are made of, ``batch`` in a step: on resume, :func:`changes` names the differences."""
     data = recipe.data
-    names = (
-        "source",
-        "tokenizer",
-        "eos",
-        "sequence_length",
-        "target_length",
-        "field",
-        "target_field",
-        "label_field",
-        "separator",
-        "validation_fraction",
-        "documents",
-        "packing",
-        "template",
-        "bad_rows",
-    )
-    settings = {f"data.{name}": getattr(data, name) for name in names} | {"seed": recipe.seed}
+    settings = {f"data.{name}": getattr(data, name) for name in _ORIGIN} | {"seed": recipe.seed}
     settings["data.mix"] = [part.model_dump(mode="json") for part in data.mix]
     files: list[Path] = []
     for part in parts_of(data).values():
         if part.source == "tokens":
             binary = [expanded(Path(path)) for path in part.paths]
-            files += [
-                file
-                for path in binary
-                for file in (path, path.with_suffix(".json"), path.with_suffix(".marks"))
-                if file.is_file()
-            ]
+            every = [file for path in binary for file in (path, path.with_suffix(".json"), path.with_suffix(".marks"))]
+            files += [file for file in every if file.is_file()]
         elif part.source not in ("stdlib", "dataset") and part.paths != (STDLIB,):
             files += TextSource(inputs=part.paths, suffixes=SUFFIXES.get(part.source, ())).files()
     stats = {str(path): path.stat() for path in files}
@@ -304,22 +270,16 @@ def same_but_documents(fingerprint: str, now: Samples) -> bool:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str] = ()) -> list[str]:
     """Return how two origins differ, one text each, apart from batches and ``allowed`` settings."""
     old, new = _BEFORE | before["settings"], now["settings"]
-    found = [
-        f"{name} was {old[name]!r} and is {new[name]!r}"
-        for name in new
-        if name in old and name not in allowed and old[name] != new[name]
-    ]
+    compared = [name for name in new if name in old and name not in allowed]
+    differences = [f"{name} was {old[name]!r} and is {new[name]!r}" for name in compared if old[name] != new[name]]
     old, new = before["files"], now["files"]
-    found += [f"{name} is missing from data.paths" for name in old if name not in new]
-    found += [f"{name} was not in data.paths" for name in new if name not in old]
+    differences += [f"{name} is missing from data.paths" for name in old if name not in new]
+    differences += [f"{name} was not in data.paths" for name in new if name not in old]
     for name in old.keys() & new.keys():
-        sizes = (
-            f"it had {old[name][0]:,} bytes and has {new[name][0]:,}"
-            if old[name][0] != new[name][0]
-            else "modified since the save"
-        )
-        found += [f"{name} has changed ({sizes})"] if list(old[name]) != list(new[name]) else []
-    return found
+        had, has = old[name][0], new[name][0]
+        sizes = f"it had {had:,} bytes and has {has:,}" if had != has else "modified since the save"
+        differences += [f"{name} has changed ({sizes})"] if list(old[name]) != list(new[name]) else []
+    return differences
 
 
 def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Batches | None]:
@@ -331,33 +291,30 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         persistent_workers=section.persistent_workers,
         prefetch=section.prefetch,
     )
-    place: dict[str, Any] = {"micro_batch": section.micro_batch, "data_rank": par.data_rank, "data_size": par.data_size}
+    share: dict[str, Any] = {"micro_batch": section.micro_batch, "data_rank": par.data_rank, "data_size": par.data_size}
     split = data.split
-    found: Samples
+    validated: Samples | None
     if isinstance(split, MixedSplit):
-        found = _mixed(recipe, {name: part.train for name, part in split.parts.items()})
+        trained: Samples = _mixed(recipe, {name: part.train for name, part in split.parts.items()})
+        parts = {name: part.validation for name, part in split.parts.items() if part.validation is not None}
+        validated = _mixed(recipe, parts, once=True) if parts else None
     else:
-        found = samples(recipe, split.train, par)
-    if too_few := filling_problem(recipe, len(found)):
+        trained = samples(recipe, split.train, par)
+        validated = None if split.validation is None else samples(recipe, split.validation, par)
+    if too_few := filling_problem(recipe, len(trained)):
         raise RecipeError(f"{recipe.where('data.micro_batch')}: {too_few}")
     train = Batches(
-        found,
+        trained,
         accumulate=section.accumulate,
         grow=section.grow,
         seed=recipe.seed if section.shuffle else None,
         loader=loader,
         replicas=elastic_job.replica()[1] or 1,
-        **place,
+        **share,
     )
     _check_epochs(recipe, train)
-    held: Samples | None
-    if isinstance(split, MixedSplit):
-        kept = {name: part.validation for name, part in split.parts.items() if part.validation is not None}
-        held = _mixed(recipe, kept, once=True) if kept else None
-    else:
-        held = None if split.validation is None else samples(recipe, split.validation, par)
     # The order is drawn once and equal at every validation, so that its first validate_steps are a fair sample.
-    return train, None if held is None else Batches(held, seed=recipe.seed, **place)
+    return train, None if validated is None else Batches(validated, seed=recipe.seed, **share)
 
 
 def _mixed(recipe: Recipe, files: Mapping[str, TokenFile], *, once: bool = False) -> MixedSamples:
@@ -382,18 +339,17 @@ def _check_epochs(recipe: Recipe, train: Batches) -> None:
 
 
 def packed(recipe: Recipe, file: TokenFile) -> PackedTokens:
-    """Return the samples of a token file."""
     section = recipe.data
     return PackedTokens(file, section.sequence_length, documents=section.documents, packing=section.packing)
 
 
 def own_samples(recipe: Recipe, section: Own) -> MappedSamples:
     """Return the samples of a user's own dataset; raises RecipeError if it cannot be made or read."""
-    factory, given = recipe.find(registry.DATASET, section.class_), {}
-    if "sequence_length" not in section.keywords and has_keyword(factory, "sequence_length"):
-        given["sequence_length"] = recipe.data.sequence_length
-    dataset = make_own(factory, section.keywords, **given)
-    name = f"{section.class_}({', '.join(f'{key}={value!r}' for key, value in (section.keywords | given).items())})"
+    factory, keywords = recipe.find(registry.DATASET, section.class_), section.keywords
+    takes = "sequence_length" not in keywords and has_keyword(factory, "sequence_length")
+    length = {"sequence_length": recipe.data.sequence_length} if takes else {}
+    dataset = make_own(factory, keywords, **length)
+    name = f"{section.class_}({', '.join(f'{key}={value!r}' for key, value in (keywords | length).items())})"
     try:
         return MappedSamples(dataset, name)
     except MeshparError:
@@ -411,7 +367,6 @@ def sequence_of(recipe: Recipe) -> int:
 
 
 def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: Parallelized) -> Samples:
-    """Return the samples of one file."""
     section = recipe.data
     if isinstance(file, MappedSamples):
         return file
@@ -420,12 +375,9 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
     if file.classes:
         return LabelledExamples(file, length=section.sequence_length)
     start = par.layout.config.get("decoder_start_token_id")
-    return PairedExamples(
-        file,
-        length=section.sequence_length,
-        target_length=section.target_length,
-        start_id=file.pad_id if start is None else start,
-    )
+    start = file.pad_id if start is None else start
+    length, target_length = section.sequence_length, section.target_length
+    return PairedExamples(file, length=length, target_length=target_length, start_id=start)
 
 
 def check_template(recipe: Recipe, template: ChatTemplate, tokenizer: TextTokenizer | None) -> None:
@@ -453,18 +405,11 @@ def source_of(
 ) -> TextSource | RecordSource | ChatSource:
     """Return the reader of files, or of the standard library's text, in the format that a section names."""
     reading = Reading(skip=section.bad_rows == "skip")
-    match examples_of(recipe):
-        case "pairs":
-            return RecordSource(
-                inputs=inputs, kind="pairs", field=section.field, output_field=section.target_field, reading=reading
-            )
-        case "labels":
-            return RecordSource(
-                inputs=inputs, kind="labels", field=section.field, output_field=section.label_field, reading=reading
-            )
+    kind, field = examples_of(recipe), section.field
+    if kind != "tokens":
+        other = section.target_field if kind == "pairs" else section.label_field
+        return RecordSource(inputs=inputs, kind=kind, field=field, output_field=other, reading=reading)
     if section.source == "chat":
         return ChatSource(inputs=inputs, template=chat_template(section.template, tokenizer), reading=reading)
-    suffixes = SUFFIXES.get(section.source, ())
-    return TextSource(
-        inputs=inputs, field=section.field, separator=section.separator, suffixes=suffixes, reading=reading
-    )
+    separator, suffixes = section.separator, SUFFIXES.get(section.source, ())
+    return TextSource(inputs=inputs, field=field, separator=separator, suffixes=suffixes, reading=reading)

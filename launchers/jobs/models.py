@@ -39,22 +39,14 @@ _MOST = {
     r"(^|_)(layer|expert|depth|block)s?$": 10_000,
     r"(size|dim|heads?|hidden|positions?|embeddings|channels|width|inner)$": 1 << 27,
 }
-"""What a model has at most, by the end of a name: each layer is modules to build, also without memory, and products of
-sizes are counted in 64 bits.
-"""
+"""Largest values by the end of a name: layers are modules to build, and products of sizes are counted in 64 bits."""
 _TOLD = 8  # tensors that do not fit, before the others are counted
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """Values of the data that a model's config needs.
-
-    Attributes:
-        eos_id: id of the end of a text; None if unknown.
-        pad_id: id that fills short rows.
-        classes: names of the labels.
-    """
+    """Values of the data that a model's config needs: ids of the end of a text and of padding, names of the labels."""
 
     eos_id: int | None = None
     pad_id: int | None = None
@@ -72,9 +64,9 @@ def refuse_endless(config: Mapping[str, Any] | str) -> None:
         if isinstance(value, Mapping):
             refuse_endless(value)
         numbers = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)]
-        for kind, most in _MOST.items():
-            if re.search(kind, str(name)) and max(numbers, default=0) > most:
-                raise RecipeError(f"model: {name} is {max(numbers)}, expected at most {most:,}")
+        for kind, limit in _MOST.items():
+            if re.search(kind, str(name)) and max(numbers, default=0) > limit:
+                raise RecipeError(f"model: {name} is {max(numbers)}, expected at most {limit:,}")
 
 
 @quiet_imports()
@@ -88,16 +80,14 @@ def build_transformers(
         raise RecipeError(
             "a Hugging Face model requires transformers, which is not installed: pip install 'meshpar[transformers]'"
         ) from error
-    if isinstance(source, Mapping):
-        values = {**_ids(head, facts), **source}
-        kind = values.pop("model_type")
-        with _refused():
-            config = transformers.AutoConfig.for_model(kind, **values)
-    else:
-        with _refused():
-            config = transformers.AutoConfig.from_pretrained(
-                str(expanded(Path(source))), local_files_only=True, trust_remote_code=False
-            )
+    auto_config: Any = transformers.AutoConfig
+    with _refused():
+        if isinstance(source, Mapping):
+            values = {**_ids(head, facts), **source}
+            config = auto_config.for_model(values.pop("model_type"), **values)
+        else:
+            folder = str(expanded(Path(source)))
+            config = auto_config.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     named = None if trust else foreign_attention(config)
     if named is not None:
         raise UntrustedError(
@@ -111,7 +101,7 @@ def build_transformers(
     if type(config) not in auto._model_mapping:
         raise RecipeError(f"transformers has no {head} for model_type {config.model_type!r}")
     if isinstance(source, Mapping):
-        _refuse_unknown(source, transformers.AutoConfig.for_model(config.model_type), auto._model_mapping[type(config)])
+        _refuse_unknown(source, auto_config.for_model(config.model_type), auto._model_mapping[type(config)])
     with _refused():
         return for_training(auto, config)
 
@@ -122,13 +112,10 @@ def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None: 
     module = inspect.getmodule(model[0] if isinstance(model, tuple) else model)
     # Some models read fields that their config does not declare.
     words = set(re.findall(r"\w+", "" if module is None else inspect.getsource(module)))
-    unknown = [
-        name
-        for name in fields
-        if not (name.startswith("_") or hasattr(known, name) or hasattr(known, f"_{name}") or name in words)
-    ]
-    if unknown:
-        listed = "; ".join(f"{name} ({suggestion(name, known.to_dict())})" for name in unknown)
+    strange = [name for name in fields if not name.startswith("_") and name not in words]
+    strange = [name for name in strange if not (hasattr(known, name) or hasattr(known, f"_{name}"))]
+    if strange:
+        listed = "; ".join(f"{name} ({suggestion(name, known.to_dict())})" for name in strange)
         raise RecipeError(
             f"config: transformers has no such field of {known.model_type}: {listed}; correct its name, or leave it out"
         )
@@ -164,13 +151,12 @@ def weights_problems(module: nn.Module, layout: ModelLayout, section: Model, *, 
     if section.weights is None or not expanded(section.weights).exists():
         return []  # a folder that is missing is told by folder_problems
     try:
-        fit = initialize.compared(
-            module, layout, _first_weights(module, section, 0, adapters=adapters)[0], ignore=section.ignore
-        )
+        source, _ = _first_weights(module, section, 0, adapters=adapters)
+        fit = initialize.compared(module, layout, source, ignore=section.ignore)
     except (MeshparError, OSError) as error:
         return [str(error) if isinstance(error, MeshparError) else brief(error)]
-    more = [f"and {len(fit.problems) - _TOLD} more like these"] if len(fit.problems) > _TOLD else []
-    problems = [*fit.problems[:_TOLD], *more]
+    problems = [*fit.problems[:_TOLD]]
+    problems += [f"and {len(fit.problems) - _TOLD} more like these"] if len(fit.problems) > _TOLD else []
     return [*problems[:-1], *("; ".join([problem, *fit.remedies]) for problem in problems[-1:])]
 
 

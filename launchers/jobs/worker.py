@@ -18,11 +18,11 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from meshpar.core.errors import LaunchError, MeshparError
-from meshpar.launchers import environment
+from meshpar.launchers.agent import terms
+from meshpar.launchers.agent.console import copy_output, redirect
 from meshpar.launchers.agent.failures import exit_code, forget, note_os_exit, note_start, note_sys_exit, record
-from meshpar.launchers.agent.rank_logs import copy_output, redirect
-from meshpar.launchers.agent.starting import quick_imports
 from meshpar.launchers.agent.terms import NO_USE, RETRY, SHUTDOWN_S, STOPPED, RankTask, at_work, read_task, task
+from meshpar.process.imports import quick_imports
 from meshpar.process.secrets import redact
 from meshpar.process.signals import exit_code_of, heard
 
@@ -33,7 +33,7 @@ def main() -> int:
     """Run the task. The command line names the logs for whoever looks for a job's processes."""
     _, folder = sys.argv[1:]
     with at_work(read_task(Path(folder))) as assigned:
-        return _run(assigned, environment.rank())
+        return _run(assigned, terms.rank())
 
 
 def _run(assigned: RankTask, rank: int) -> int:
@@ -63,25 +63,24 @@ def _run(assigned: RankTask, rank: int) -> int:
         record(folder, rank, error, hide=__file__)
         if rank:  # the launcher shows rank 0's log, and the error itself once
             print(redact(traceback.format_exc()), file=sys.stderr, end="")
-        if isinstance(error, MeshparError) and exit_code(error) in (NO_USE, RETRY) and environment.starts_again():
+        if isinstance(error, MeshparError) and exit_code(error) in (NO_USE, RETRY) and terms.restarts()[1]:
             os.kill(os.getppid(), signal.SIGTERM)  # the agent restarts ranks whatever their error is
         return 1
 
 
 def run_recipe(assigned: RankTask) -> int:
-    """Train a task's recipe as one rank."""
     with quick_imports():
-        from meshpar.launchers.jobs.elastic import fitted
+        from meshpar.launchers.jobs.build import fit_recipe
         from meshpar.launchers.jobs.job import run_job
         from meshpar.launchers.recipes.recipe import received
 
-    if environment.rank() == 0:
+    if terms.rank() == 0:
         note_start(assigned.logs)
     recipe = received(assigned.recipe)
-    known = len(recipe.notes)
-    recipe = fitted(recipe, environment.world_size(), assigned.most_ranks)
-    if environment.rank() == 0:
-        for note in recipe.notes[known:]:
+    notes = len(recipe.notes)
+    recipe = fit_recipe(recipe, terms.world_size(), assigned.most_ranks)
+    if terms.rank() == 0:
+        for note in recipe.notes[notes:]:
             print(f"note: {note}", file=sys.stderr)
     return exit_code_of(run_job(recipe).stopped)
 
@@ -111,7 +110,7 @@ def _unheard(number: int, frame: FrameType | None) -> NoReturn:
         "one by signal.signal(signal.SIGUSR1, ...), save a checkpoint, and end with sys.exit(128 + signal.SIGUSR1)"
     )
     if (assigned := task()) is not None:
-        record(assigned.logs, environment.rank(), error)
+        record(assigned.logs, terms.rank(), error)
     os._exit(1)
 
 
@@ -122,7 +121,10 @@ def end_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
     if parent is not None and os.getppid() != parent:
         sys.exit(f"the launcher, process {parent}, ended while this rank started; start the job again")
-    launcher, limit_s = os.pidfd_open(os.getppid()), environment.shutdown_s(SHUTDOWN_S)
+    launcher, limit_s = (
+        os.pidfd_open(os.getppid()),
+        float(terms.setting("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or SHUTDOWN_S),
+    )
 
     def follow() -> None:
         select.select([launcher], [], [])

@@ -19,7 +19,7 @@ from meshpar.training.tables import as_lines, kind_of
 from meshpar.training.text import SUFFIXES
 from meshpar.weights import average_called
 
-Conflicts = Iterator[tuple[Place, str]]
+Conflicts = Iterator[tuple[str, str]]
 """Fields, each with what is wrong with it."""
 
 _NO_VALIDATION = "there is no validation data; set data.validation_fraction, data.validation_paths or evaluations"
@@ -39,201 +39,162 @@ def conflicts(recipe: Recipe, *, disks: bool) -> Conflicts:
 
 
 def _length_problems(recipe: Recipe) -> Conflicts:
-    """Yield what is wrong with the length of the training and of its schedule, and with the events in between."""
     data, training, schedule = recipe.data, recipe.training, recipe.schedule
     if training.steps is None and training.epochs is None:
-        yield ("training",), "set the length of the training: steps, epochs or both"
+        yield "training", "set the length of the training: steps, epochs or both"
     if training.validate_every is not None and not data.validates and not recipe.evaluations:
-        yield ("training", "validate_every"), _NO_VALIDATION
+        yield "training.validate_every", _NO_VALIDATION
     length = schedule.steps or training.steps
     if length is not None and schedule.warmup_steps > length:
-        yield ("schedule", "warmup_steps"), f"{schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
+        yield "schedule.warmup_steps", f"{schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
     if schedule.warmup_steps and schedule.warmup_ratio:
-        yield ("schedule", "warmup_ratio"), "set either warmup_steps or warmup_ratio, not both"
+        yield "schedule.warmup_ratio", "set either warmup_steps or warmup_ratio, not both"
     endless = any(part.epochs is None for part in data.mix)
     if data.mix and training.epochs is not None and (endless or training.epochs > 1):
-        yield (
-            ("training", "epochs"),
-            "a mixture ends with the epochs of its sources; set training.steps, and epochs in data.mix",
-        )
-    for place, value in (
-        (("training", "validate_every"), training.validate_every),
-        (("checkpoint", "every"), recipe.checkpoint.every),
+        text = "a mixture ends with the epochs of its sources; set training.steps, and epochs in data.mix"
+        yield "training.epochs", text
+    for field, every in (
+        ("training.validate_every", training.validate_every),
+        ("checkpoint.every", recipe.checkpoint.every),
     ):
-        if endless and value == "epoch":
-            yield place, "a mixture with a source that repeats without end has no epoch; set a number of steps"
+        if endless and every == "epoch":
+            yield field, "a mixture with a source that repeats without end has no epoch; set a number of steps"
 
 
 def _average_problems(recipe: Recipe) -> Conflicts:
-    """Yield what is wrong with the averages, and with the weights that are validated."""
     validated = recipe.validation.weights
     for name, average in recipe.averages.items():
         if name in ("trained", "averaged") or "." in name or not name:
-            yield ("averages", name), "expected a name without dots, and neither trained nor averaged, such as ema"
+            yield f"averages.{name}", "expected a name without dots, and neither trained nor averaged, such as ema"
         if average.decay is not None and average.power is not None:
-            yield ("averages", name, "power"), "set either decay or power, not both"
+            yield f"averages.{name}.power", "set either decay or power, not both"
         if recipe.lora is not None:
-            yield (
-                ("averages", name),
-                "averages are of whole models, and a run with lora saves its adapters alone; drop averages, or lora",
-            )
+            text = "averages are of whole models, and a run with lora saves its adapters alone; drop averages, or lora"
+            yield f"averages.{name}", text
     try:
         if average_called(validated, recipe.averages) and not recipe.data.validates and not recipe.evaluations:
-            yield ("validation", "weights"), _NO_VALIDATION
+            yield "validation.weights", _NO_VALIDATION
     except MeshparError as error:
-        yield ("validation", "weights"), str(error)
+        yield "validation.weights", str(error)
 
 
 def _source_problems(recipe: Recipe) -> Conflicts:
-    """Yield what is wrong with the source of the data, its files and its validation data."""
     data = recipe.data
     if data.source == "stdlib" and data.paths:
-        yield ("data", "paths"), "stdlib needs no paths; for files of your own write source: files"
+        yield "data.paths", "stdlib needs no paths; for files of your own write source: files"
     if (data.source == "dataset") != (data.dataset is not None):
-        yield (
-            ("data", "source"),
-            "a dataset of your own is written dataset: {class: mypackage.Dataset}, without another source",
-        )
+        how = "dataset: {class: mypackage.Dataset}, without another source"
+        yield "data.source", f"a dataset of your own is written {how}"
     if data.validation_dataset is not None and (data.dataset is None or data.validation_fraction):
-        yield ("data", "validation_dataset"), "requires data.dataset, and excludes validation_fraction"
+        yield "data.validation_dataset", "requires data.dataset, and excludes validation_fraction"
     if data.source == "dataset" and (data.paths or data.validation_paths):
-        yield ("data", "paths"), "a dataset of your own reads its files itself; pass them as keywords of the class"
+        yield "data.paths", "a dataset of your own reads its files itself; pass them as keywords of the class"
     if data.source not in ("stdlib", "dataset", "mix") and not data.paths:
-        yield ("data", "paths"), f"source: {data.source} needs paths"
+        yield "data.paths", f"source: {data.source} needs paths"
     if data.source == "tokens" and (len(data.paths) > 1 or len(data.validation_paths) > 1):
-        yield ("data", "paths"), f"tokens are one .bin file, got {len(data.paths)}"
+        yield "data.paths", f"tokens are one .bin file, got {len(data.paths)}"
     sources: list[DataSection | MixSection] = [data, *data.mix]
     for source in sources:
         suffixes = SUFFIXES.get(source.source, ())
         for path in (*source.paths, *source.validation_paths) if suffixes else ():
             if kind_of(Path(path)) not in ("", *suffixes) and not expanded(Path(path)).is_dir():
-                yield (
-                    ("data", "mix" if data.mix else "paths"),
-                    f"source: {source.source} reads files ending in {' or '.join(suffixes)}, got "
-                    f"{path!r}{as_lines(expanded(Path(path)))}",
-                )
+                reads = f"source: {source.source} reads files ending in {' or '.join(suffixes)}"
+                yield f"data.{'mix' if data.mix else 'paths'}", f"{reads}, got {path!r}{as_lines(expanded(Path(path)))}"
     if data.validation_paths and data.validation_fraction:
-        yield ("data", "validation_fraction"), "set either validation_paths or validation_fraction, not both"
+        yield "data.validation_fraction", "set either validation_paths or validation_fraction, not both"
 
 
 def _mix_problems(recipe: Recipe) -> Conflicts:
-    """Yield what is wrong with a mixture of sources."""
     data = recipe.data
     if (data.source == "mix") != bool(data.mix):
-        yield (
-            ("data", "mix"),
-            "a mixture is written mix: [{source: files, paths: [...], weight: 0.7}, ...], without another source",
-        )
+        how = "mix: [{source: files, paths: [...], weight: 0.7}, ...], without another source"
+        yield "data.mix", f"a mixture is written {how}"
     if data.mix and (data.paths or data.validation_paths or data.template):
-        yield ("data", "mix"), "paths, validation_paths and template are written in each source of the mix"
+        yield "data.mix", "paths, validation_paths and template are written in each source of the mix"
     if len({*mixed_names(data)}) < len(data.mix):
-        yield (
-            ("data", "mix"),
-            f"two sources share a name in {mixed_names(data)}; give each its own name, under which its loss is logged",
+        text = (
+            f"two sources share a name in {mixed_names(data)}; give each its own name, under which its loss is logged"
         )
+        yield "data.mix", text
     for part in data.mix:
         if bool(part.paths) == (part.source == "stdlib") or (part.source == "tokens" and len(part.paths) > 1):
-            yield (
-                ("data", "mix"),
-                f"source: {part.source} with paths {list(part.paths)}; expected none for stdlib, one for tokens, else "
-                "one or more",
-            )
+            expected = "expected none for stdlib, one for tokens, else one or more"
+            yield "data.mix", f"source: {part.source} with paths {list(part.paths)}; {expected}"
         if part.name and not part.name.replace("-", "").replace("_", "").isalnum():
-            yield ("data", "mix"), f"the name {part.name!r} is part of a metric's; use letters, digits, - and _"
+            yield "data.mix", f"the name {part.name!r} is part of a metric's; use letters, digits, - and _"
     if data.mix and (problem := weights_problem([part.weight for part in data.mix])):
-        yield ("data", "mix"), problem
+        yield "data.mix", problem
 
 
 def _chat_problems(recipe: Recipe) -> Conflicts:
-    """Yield what is wrong with the templates of conversations."""
     data = recipe.data
     if data.template is not None and data.source != "chat":
-        yield ("data", "template"), "a chat template requires source: chat"
+        yield "data.template", "a chat template requires source: chat"
     templates = {part.template for part in data.mix if part.source == "chat"}
     if len(templates) > 1:
         named = " and ".join(sorted(template or "that of the tokenizer" for template in templates))
-        yield (
-            ("data", "mix"),
-            f"the conversations have several templates, {named}, and a model learns one; set one template for all",
-        )
+        text = f"the conversations have several templates, {named}, and a model learns one; set one template for all"
+        yield "data.mix", text
     unnamed = [part for part in (data.mix or (data,)) if part.source == "chat" and part.template is None]
     if unnamed and data.tokenizer in (None, "bytes", "bpe") and recipe.model.weights is None:
-        yield (
-            ("data", "template"),
-            f"tokenizer {data.tokenizer or 'bytes'} has no chat template; write template: chatml or llama3, or a file",
-        )
+        name = data.tokenizer or "bytes"
+        text = f"tokenizer {name} has no chat template; write template: chatml or llama3, or a file"
+        yield "data.template", text
 
 
 def _tokenizer_problems(recipe: Recipe) -> Conflicts:
-    """Yield what is wrong with the tokenizer and with packing."""
     data, weights = recipe.data, recipe.model.weights
     if data.packing == "best_fit" and data.documents == "joined":
-        yield (
-            ("data", "packing"),
-            "best_fit keeps documents whole, and documents: joined makes one text of them; use one of the two",
-        )
+        text = "best_fit keeps documents whole, and documents: joined makes one text of them; use one of the two"
+        yield "data.packing", text
     if data.source == "tokens" and data.tokenizer in ("bytes", "bpe"):
-        yield (
-            ("data", "tokenizer"),
-            "the input is tokens already: remove data.tokenizer, or name the folder of their tokenizer, for the export",
+        text = (
+            "the input is tokens already: remove data.tokenizer, or name the folder of their tokenizer, for the export"
         )
+        yield "data.tokenizer", text
     there = weights is not None and expanded(storage.place(weights)).exists()
     if there and data.tokenizer is None and data.source not in ("tokens", "dataset"):
         yield (
-            ("data", "tokenizer"),
+            "data.tokenizer",
             f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were "
             "trained with, or write bytes or bpe for another one",
         )
-    if (
-        data.eos is not None
-        and data.tokenizer in (None, "bytes")
-        and weights is None
-        and data.source not in ("tokens", "dataset")
-    ):
-        yield (
-            ("data", "eos"),
-            "tokenizer bytes ends a document with its own token; remove data.eos, or use another tokenizer",
-        )
+    of_bytes = data.tokenizer in (None, "bytes") and data.source not in ("tokens", "dataset")
+    if data.eos is not None and of_bytes and weights is None:
+        text = "tokenizer bytes ends a document with its own token; remove data.eos, or use another tokenizer"
+        yield "data.eos", text
 
 
 def _objective_problems(recipe: Recipe) -> Conflicts:
-    """Yield what the objective requires, and the recipe lacks."""
-    training, data = recipe.training, recipe.data
+    name, data = recipe.training.objective, recipe.data
     try:
-        factory = recipe.find(registry.OBJECTIVE, training.objective)
+        factory = recipe.find(registry.OBJECTIVE, name)
     except MeshparError:
-        return  # told before; an objective that is not installed by build.check_job, with what is
+        return  # the checks of the job name the objectives that are installed
     if wants_teacher(factory) != (recipe.teacher is not None):
         words = "needs a teacher; set teacher.model and its weights" if recipe.teacher is None else "uses no teacher"
-        yield ("teacher",), f"the objective {training.objective} {words}"
+        yield "teacher", f"the objective {name} {words}"
     examples = getattr(factory, "examples", "tokens")
     if examples != "tokens" and data.mix:
-        yield (
-            ("data", "mix"),
-            f"the objective {training.objective} learns from {examples}, and a mixture contains texts",
-        )
+        yield "data.mix", f"the objective {name} learns from {examples}, and a mixture contains texts"
     if examples != "tokens" and data.source not in ("stdlib", "jsonl", "csv", "parquet", "dataset"):
-        yield (
-            ("data", "source"),
-            f"the objective {training.objective} learns from stdlib, jsonl, csv or parquet, which hold two fields, "
-            f"got {data.source!r}",
-        )
+        tables = "stdlib, jsonl, csv or parquet, which hold two fields"
+        yield "data.source", f"the objective {name} learns from {tables}, got {data.source!r}"
 
 
 def _model_problems(recipe: Recipe, *, disks: bool) -> Conflicts:
-    """Yield what is wrong with the model, the teacher and the adapters."""
     if recipe.lora is not None and (recipe.model.kind != "huggingface" or recipe.model.weights is None):
-        yield ("lora",), "adapters need a model of transformers (kind: huggingface) with its weights"
+        yield "lora", "adapters need a model of transformers (kind: huggingface) with its weights"
     try:
         recipe.adapters()
     except MeshparError as error:
-        yield ("lora",), str(error)
+        yield "lora", str(error)
     # A run before may make the folders of a teacher; they are looked for when the job is checked.
     for text in folder_problems(recipe.model) if disks else ():
-        yield ("model",), f"{text}; {_DOWNLOAD}" if text.startswith("weights: ") else text
-    yield from ((("model",), text) for text in _shape_problems(recipe.model))
-    if recipe.teacher is not None:
-        yield from ((("teacher", "model"), text) for text in _shape_problems(recipe.teacher.model))
+        yield "model", f"{text}; {_DOWNLOAD}" if text.startswith("weights: ") else text
+    models = [("model", recipe.model), *([("teacher.model", recipe.teacher.model)] if recipe.teacher else [])]
+    for field, section in models:
+        yield from ((field, text) for text in _shape_problems(section))
 
 
 def folder_problems(section: Any) -> Iterator[str]:  # one of the sections of models
@@ -247,7 +208,6 @@ def folder_problems(section: Any) -> Iterator[str]:  # one of the sections of mo
 
 
 def _shape_problems(section: Any) -> Iterator[str]:
-    """Yield what is wrong with the shape of a model."""
     try:
         if section.kind in ("transformer", "gpt2"):
             model_config(section, vocab_size=512)
@@ -260,7 +220,7 @@ def _shape_problems(section: Any) -> Iterator[str]:
 def calling_problems(recipe: Recipe, document: Document) -> list[str]:
     """Return what is wrong with options of the objective, plugins and own classes that may be imported."""
     data, training, teacher = recipe.data, recipe.training, recipe.teacher
-    own: list[tuple[Place, registry.Kind, Any, tuple[str, ...]]] = [
+    sections: list[tuple[Place, registry.Kind, Any, tuple[str, ...]]] = [
         (("model",), registry.MODEL, recipe.model, ("vocab_size",)),
         (("teacher", "model"), registry.MODEL, None if teacher is None else teacher.model, ("vocab_size",)),
         (("optimizer",), registry.OPTIMIZER, recipe.optimizer, ("params", "module", "lr")),
@@ -268,8 +228,8 @@ def calling_problems(recipe: Recipe, document: Document) -> list[str]:
         (("data", "validation_dataset"), registry.DATASET, data.validation_dataset, ("sequence_length",)),
     ]
     called: list[tuple[Place, Place, registry.Kind, str, Mapping[str, Any], tuple[str, ...]]] = [
-        ((*place, "class"), place, kind, section.class_, section.keywords, given)
-        for place, kind, section, given in own
+        ((*at, "class"), at, kind, section.class_, section.keywords, passed)
+        for at, kind, section, passed in sections
         if isinstance(section, Own)
     ]
     if "." in training.objective or training.objective in registry.names(registry.OBJECTIVES):
@@ -281,13 +241,13 @@ def calling_problems(recipe: Recipe, document: Document) -> list[str]:
     ):
         for name, options in entries.items():
             called.append(((heading, name), (heading, name), kind, name, options, (argument,)))
-    found: list[str] = []
-    for where, place, kind, name, keywords, given in called:
+    problems: list[str] = []
+    for where, at, kind, name, keywords, passed in called:
         try:
-            left = tuple(argument for argument in given if argument not in keywords)
-            found += own_problems(recipe.find(kind, name), keywords, document, place, left)
+            missing = tuple(argument for argument in passed if argument not in keywords)
+            problems += own_problems(recipe.find(kind, name), keywords, document, at, missing)
         except UntrustedError:
             continue
         except MeshparError as error:
-            found.append(f"{document.where(where)}: {error}")
-    return found
+            problems.append(f"{document.where(where)}: {error}")
+    return problems

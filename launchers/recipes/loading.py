@@ -39,35 +39,36 @@ def load_recipe(
     Raises:
         RecipeError: listing everything that is wrong.
     """
-    document = _find(source)
+    path, recipes = Path(source), shipped()
+    if not path.is_file() and str(source) not in recipes:
+        raise UnknownRecipeError(
+            f"no recipe file {source}, and none of that name comes with meshpar; {suggestion(str(source), recipes)}"
+        )
+    document = read_document(path if path.is_file() else recipes[str(source)])
     apply_overrides(document, overrides)
     return resolve(document, disks=disks, trust=trust)
 
 
 def shipped() -> dict[str, Path]:
-    """Return the recipes that come with meshpar."""
     folder = resources.files("meshpar.launchers.recipes")
-    return {
-        Path(path.name).stem: Path(str(path))
-        for path in sorted(folder.iterdir(), key=lambda one: one.name)
-        if path.name.endswith(".yaml")
-    }
+    paths = sorted(Path(str(path)) for path in folder.iterdir())
+    return {path.stem: path for path in paths if path.suffix == ".yaml"}
 
 
 def resolve(document: Document, *, disks: bool = True, trust: bool = False) -> Recipe:
     """Return the recipe of a document; arguments as for :func:`load_recipe`. Raises RecipeError with every problem."""
-    if found := list(secrets_in(document.data)):  # alone: other problems quote values
-        names = ", ".join(map(dotted, found))
+    if secrets := list(secrets_in(document.data)):  # alone: other problems quote values
+        names = ", ".join(map(dotted, secrets))
         raise RecipeError(
             f"{document.name}: {names}: this looks like a credential, and a recipe is kept in readable files; {REMEDY}"
         )
     data = dict(document.data)
-    problems = [
-        f"{document.where((key,))}: this is a key of transformers' Trainer or of accelerate; write the recipe's keys, "
-        "which docs/migrate.md lists beside theirs"
-        for key in FOREIGN
-        if key in data
-    ][:1]
+    problems = []
+    if foreign := [key for key in FOREIGN if key in data]:
+        problems.append(
+            f"{document.where((foreign[0],))}: this is a key of transformers' Trainer or of accelerate; write the "
+            "recipe's keys, which docs/migrate.md lists beside theirs"
+        )
     classes = Classes(dict(_import_paths(data)), trust, document)
     if classes.paths:
         data["code"] = data.get("code") or str(Path(document.name).absolute().parent)
@@ -88,7 +89,7 @@ def resolve(document: Document, *, disks: bool = True, trust: bool = False) -> R
     else:
         recipe.read_from(classes)
         problems += calling_problems(recipe, document)
-        problems += [f"{document.where(place)}: {text}" for place, text in conflicts(recipe, disks=disks)]
+        problems += [f"{recipe.where(field)}: {text}" for field, text in conflicts(recipe, disks=disks)]
     if problems or isinstance(recipe, list):
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in this recipe"
         raise RecipeError("\n  ".join([count, *problems]))
@@ -128,38 +129,25 @@ def _import_paths(data: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
     """Yield place and name of each class that a recipe names and that is no plugin."""
 
     def inside(*path: str) -> Any:
-        found: Any = data
+        value: Any = data
         for part in path:
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return found
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     named: list[tuple[Place, registry.Kind, Any]] = [
-        ((*place, "class"), kind, inside(*place, "class")) for place, kind in _SECTIONS
+        ((*at, "class"), kind, inside(*at, "class")) for at, kind in _SECTIONS
     ]
-    for place in (("passes",), ("teacher", "passes")):
-        for number, entry in enumerate(inside(*place) if isinstance(inside(*place), list) else ()):
+    for path in (("passes",), ("teacher", "passes")):
+        for number, entry in enumerate(inside(*path) if isinstance(inside(*path), list) else ()):
             names = entry if isinstance(entry, Mapping) else (entry,)
-            named += [((*place, number), registry.PASS, name) for name in names]
+            named += [((*path, number), registry.PASS, name) for name in names]
     named.append((("training", "objective"), registry.OBJECTIVE, inside("training", "objective")))
     for heading, kind in (("trackers", registry.TRACKER), ("evaluations", registry.EVALUATION)):
         entries = inside(heading)
         named += [((heading, name), kind, name) for name in (entries if isinstance(entries, Mapping) else ())]
-    yield from (
-        (place, name)
-        for place, kind, name in named
-        if isinstance(name, str) and not kind.has(OPTIMIZERS.get(name, name))
-    )
-
-
-def _find(source: str | Path) -> Document:
-    known = shipped()
-    if str(source) in known and not Path(source).is_file():
-        return read_document(known[str(source)])
-    if not Path(source).is_file():
-        raise UnknownRecipeError(
-            f"no recipe file {source}, and none of that name comes with meshpar; {suggestion(str(source), known)}"
-        )
-    return read_document(Path(source))
+    for at, kind, name in named:
+        if isinstance(name, str) and not kind.has(OPTIMIZERS.get(name, name)):
+            yield at, name
 
 
 def _read_plan(data: dict[str, Any], classes: Classes, problems: list[str], at: Place = ()) -> None:
@@ -179,12 +167,8 @@ def _take_from_weights(data: dict[str, Any]) -> None:
     folder = expanded(Path(model["weights"]))
     if model["kind"] == "huggingface":
         data["model"] = {"config": model["weights"], **model}
-    if (
-        section.get("tokenizer") is None
-        and section.get("source") != "tokens"
-        and not section.get("dataset")
-        and (folder / "tokenizer.json").is_file()
-    ):
+    text = section.get("source") != "tokens" and not section.get("dataset")
+    if text and section.get("tokenizer") is None and (folder / "tokenizer.json").is_file():
         data["data"] = {**section, "tokenizer": model["weights"]}
 
 

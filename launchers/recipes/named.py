@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
@@ -43,13 +43,7 @@ class UntrustedError(RecipeError):
 @final
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """The classes that a recipe names.
-
-    Attributes:
-        paths: place in the recipe -> import path, of the classes that are no plugins.
-        trusted: whether import paths may be imported.
-        document: for messages.
-    """
+    """The classes that a recipe names: import paths by place, of those that are no plugins; ``trusted``: to import."""
 
     paths: Mapping[Place, str] = field(default_factory=dict)
     trusted: bool = False
@@ -59,7 +53,7 @@ class Classes:
         """Return the plugin or class called ``name``; raises UntrustedError if it may not be imported."""
         if not self.trusted and not kind.has(name):
             registry.check_path(name)
-            where = next((f"{self.document.where(place)}: " for place, path in self.paths.items() if path == name), "")
+            where = next((f"{self.document.where(at)}: " for at, path in self.paths.items() if path == name), "")
             raise UntrustedError(
                 f"{where}this command imports no class that a recipe names, got {name}; if you trust the recipe and "
                 "the code that it names, add --trust"
@@ -97,10 +91,10 @@ def own_problems(
             for name in keywords
         ]
     try:
-        found = validate(section_of_call(factory, given), dict(keywords), document, place)
+        section = validate(section_of_call(factory, given), dict(keywords), document, place)
     except ValueError as error:  # a builtin without a signature
         return [f"{document.where(place)}: {error}"]
-    return found if isinstance(found, list) else []
+    return section if isinstance(section, list) else []
 
 
 def make_own(factory: Any, keywords: Mapping[str, Any], *arguments: Any, **given: Any) -> Any:
@@ -120,7 +114,6 @@ def make_own(factory: Any, keywords: Mapping[str, Any], *arguments: Any, **given
 
 
 def has_keyword(factory: Any, name: str) -> bool:
-    """Return whether a class or function names a keyword."""
     return callable(factory) and name in inspect.signature(factory).parameters
 
 
@@ -131,8 +124,8 @@ def wants_teacher(factory: Any) -> bool:
 
 def make_objective(factory: Any, options: Mapping[str, Any], teacher: nn.Module | None = None) -> Objective:
     """Return the objective of a plugin or a class; raises MeshparError where it refuses its options."""
-    made: Objective = make_own(factory, options, **({_TEACHER: teacher} if wants_teacher(factory) else {}))
-    return made
+    objective: Objective = make_own(factory, options, **({_TEACHER: teacher} if wants_teacher(factory) else {}))
+    return objective
 
 
 def read_passes(
@@ -150,15 +143,22 @@ def read_passes(
         return []
     passes: list[Written] = []
     for number, item in enumerate(raw):
-        place: Place = (*at, "passes", number)
+        entry: Place = (*at, "passes", number)
         name, options = next(iter(item.items())) if isinstance(item, Mapping) and len(item) == 1 else (item, {})
         if not isinstance(name, str) or not (options is None or isinstance(options, Mapping)):
-            problems.append(
-                f"{document.where(place)}: expected a pass's name, or one name with its options, got {item!r}"
-            )
+            expected = "expected a pass's name, or one name with its options"
+            problems.append(f"{document.where(entry)}: {expected}, got {item!r}")
             continue
-        place = (*place, name) if isinstance(item, Mapping) else place
-        passes += _checked({name: dict(options or {})}, classes, place, problems)
+        options = dict(options or {})
+        try:
+            entry = (*entry, name) if isinstance(item, Mapping) else entry
+            wrong, _, section = _make_pass(name, options, classes.find, document, entry)
+        except UntrustedError:  # it stays as it is written
+            passes.append({name: options})
+            continue
+        problems += wrong
+        if not wrong:
+            passes.append({name: options if section is None else section.model_dump(mode="json", exclude_unset=True)})
     return passes
 
 
@@ -174,10 +174,8 @@ def default_passes(mesh: MeshSpec | str | None) -> list[Written]:
         else set(mesh.axes)
     )
     names = [name for axis, name in BY_AXIS if axis in axes]
-    if "dp_shard" in axes:
-        names.append("HybridShard" if "dp_replicate" in axes else "FullyShard")
-    elif "dp_replicate" in axes:
-        names.append("Replicate")
+    if data := axes & {"dp_shard", "dp_replicate"}:
+        names.append("HybridShard" if len(data) > 1 else "FullyShard" if "dp_shard" in data else "Replicate")
     return [{name: {}} for name in names]
 
 
@@ -185,57 +183,32 @@ def make_passes(passes: Sequence[Mapping[str, Mapping[str, Any]]], find: Find = 
     """Return the pass objects of a resolved recipe, whose classes ``find`` finds; raises MeshparError."""
     made: list[Pass] = []
     for written in passes:
-        (name, options), problems = next(iter(written.items())), list[str]()
-        made += _made(name, options, Document("passes", {}), (name,), problems, find)
-        if problems:
+        ((name, options),) = written.items()
+        problems, pass_, _ = _make_pass(name, options, find, Document("passes", {}), (name,))
+        if pass_ is None:
             raise MeshparError("\n".join(problems))
+        made.append(pass_)
     return made
 
 
-def _checked(written: Written, classes: Classes, place: Place, problems: list[str]) -> Iterator[Written]:
-    """Yield the pass in the form that the resolved recipe has, if it is right."""
-    (name, options) = next(iter(written.items()))
-    document, before = classes.document, len(problems)
-    try:
-        made = list(_made(name, options, document, place, problems, classes.find))
-    except UntrustedError:
-        yield written
-        return
-    if len(problems) == before and made:
-        plain = _validated(type(made[0]), options, document, place, []) if dataclasses.is_dataclass(made[0]) else None
-        yield {name: plain.model_dump(mode="json", exclude_unset=True) if plain is not None else options}
-
-
-def _made(
-    name: str, options: Mapping[str, Any], document: Document, place: Place, problems: list[str], find: Find
-) -> Iterator[Pass]:
-    known = registry.names(registry.PASSES)
-    if "." not in name and name not in known:
-        problems.append(f"{document.where(place)}: no pass {name!r} is installed; {suggestion(name, known)}")
-        return
+def _make_pass(
+    name: str, options: Mapping[str, Any], find: Find, document: Document, at: Place
+) -> tuple[list[str], Pass | None, Section | None]:
+    """Return the problems of a pass, the pass if there are none, and the section of its options if it has one."""
+    where, installed = document.where(at), registry.names(registry.PASSES)
+    if "." not in name and name not in installed:
+        return [f"{where}: no pass {name!r} is installed; {suggestion(name, installed)}"], None, None
     try:
         factory = find(registry.PASS, name)
         if dataclasses.is_dataclass(factory) and isinstance(factory, type):
-            section = _validated(factory, options, document, place, problems)
-            if section is not None:
-                yield cast("Pass", build(factory, section))
-        elif callable(factory):
-            yield cast("Pass", factory(**options))
-        elif options:
-            problems.append(f"{document.where(place)}: {name} has no options")
-        else:
-            yield cast("Pass", factory)
+            section = validate(section_of(factory), dict(options), document, at)
+            if not isinstance(section, Section):
+                return section, None, None
+            return [], cast("Pass", build(factory, section)), section
+        if options and not callable(factory):
+            return [f"{where}: {name} has no options"], None, None
+        return [], cast("Pass", factory(**options) if callable(factory) else factory), None
     except UntrustedError:
         raise
     except (TypeError, ValueError, MeshparError) as error:
-        problems.append(f"{document.where(place)}: {error}")
-
-
-def _validated(
-    factory: type, options: Mapping[str, Any], document: Document, place: Place, problems: list[str]
-) -> Section | None:
-    found = validate(section_of(factory), dict(options), document, place)
-    if isinstance(found, Section):
-        return found
-    problems += found
-    return None
+        return [f"{where}: {error}"], None, None

@@ -65,15 +65,8 @@ Dtype = Annotated[
 
 @cache
 def section_of(cls: type, *, partial: bool = True, without: tuple[str, ...] = ()) -> type[Section]:
-    """Return the section whose fields are those of a dataclass, with its types and bounds.
-
-    Fields that hold functions or modules are left out: a recipe cannot write them.
-
-    Args:
-        cls: the dataclass.
-        partial: None stands for the dataclass's own default, in every field; otherwise fields have the defaults of the
-            dataclass.
-        without: fields that a recipe does not write in this section.
+    """Return the section of a dataclass's fields, except functions, modules and those in ``without``; ``partial``: None
+    stands for the dataclass's default, in every field.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     fields: dict[str, Any] = {}
@@ -89,18 +82,12 @@ def section_of(cls: type, *, partial: bool = True, without: tuple[str, ...] = ()
 def section_of_call(factory: Callable[..., Any], without: tuple[str, ...] = ()) -> type[Section]:
     """Return the section of a callable's keywords, except functions, modules and those in ``without``."""
     fields: dict[str, Any] = {}
-    parameters = inspect.signature(factory).parameters.values()
+    parameters, hints = inspect.signature(factory).parameters.values(), _hints(factory)
     for parameter in parameters:
-        hint = _hints(factory)[parameter.name]
-        written = (
-            parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            and parameter.name not in without
-        )
-        if written and not parameter.name.startswith("_") and not _takes_functions(hint):
-            fields[parameter.name] = (
-                _adapted(hint),
-                ... if parameter.default is parameter.empty else parameter.default,
-            )
+        name, hint = parameter.name, hints[parameter.name]
+        keyword = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if keyword and name not in without and not name.startswith("_") and not _takes_functions(hint):
+            fields[name] = (_adapted(hint), ... if parameter.default is parameter.empty else parameter.default)
     takes_more = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
     settings = ConfigDict(**{**Section.model_config, "extra": "allow" if takes_more else "forbid"})
     base = types.new_class(
@@ -124,8 +111,8 @@ def _hint(annotation: object, home: dict[str, Any]) -> Any:
         return Any
     try:
         return typing.get_type_hints(
-            types.SimpleNamespace(__annotations__={"it": annotation}), home, include_extras=True
-        )["it"]
+            types.SimpleNamespace(__annotations__={"": annotation}), home, include_extras=True
+        )[""]
     except (NameError, TypeError):  # a name that is imported for type checkers alone
         return Any
 
@@ -179,11 +166,7 @@ def _words(hint: object) -> Iterator[str]:
     elif origin is tuple and Ellipsis not in get_args(hint):
         yield f"a list of {len(get_args(hint))}"
     elif origin is not None or hint in (dict, list, tuple):
-        yield (
-            "a mapping"
-            if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping))
-            else "a list"
-        )
+        yield "a mapping" if isinstance(origin, type) and issubclass(origin, Mapping) else "a list"
     elif isinstance(hint, type) and issubclass(hint, BaseModel):
         yield f"fields ({', '.join(_keys(hint))})"
     else:
@@ -191,7 +174,6 @@ def _words(hint: object) -> Iterator[str]:
 
 
 def _keys(section: type[BaseModel]) -> list[str]:
-    """Return the keys of a section as a recipe writes them."""
     return [field.alias or name for name, field in section.model_fields.items()]
 
 
@@ -224,11 +206,11 @@ def _in_data(error: ErrorDetails, data: object) -> Place:
 
 def _message(place: Place, errors: list[ErrorDetails], data: object, model: type[BaseModel]) -> str:
     error = errors[0]
-    inside = place and isinstance(place[-1], int)
-    owner, hint = _field(
-        model, error["loc"] if inside else tuple(part for part in error["loc"] if isinstance(part, str))
-    )
-    value, context = _value(data, place), error.get("ctx", {})
+    in_list = place and isinstance(place[-1], int)
+    owner, hint = _field(model, tuple(part for part in error["loc"] if in_list or isinstance(part, str)))
+    context, value = error.get("ctx", {}), data
+    for part in place:
+        value = cast(Any, value)[part] if isinstance(value, list) or part in cast(Any, value) else None
     match error["type"]:
         case "extra_forbidden":
             return (
@@ -247,12 +229,6 @@ def _message(place: Place, errors: list[ErrorDetails], data: object, model: type
         case kind if kind.startswith(("greater", "less")):
             return f"{error['msg'].replace('Input should', 'must')}, got {value!r}"
     return f"expected {describe_type(hint)}, got {value!r}"
-
-
-def _value(data: Any, place: Place) -> Any:
-    for part in place:
-        data = cast(Any, data)[part] if isinstance(data, list) or part in data else None
-    return data
 
 
 def _field(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[type[BaseModel], Any]:

@@ -68,14 +68,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(no
 @final
 @dataclass(slots=True)
 class Document:
-    """A recipe's data, before anything is known about its fields.
-
-    Attributes:
-        name: the file, for messages.
-        data: the top-level mapping.
-        lines: place -> line number, from 1, of what the file holds.
-        overrides: place -> the text of the override that set it.
-    """
+    """A recipe's data, before anything is known about its fields, with the line, or the override, of each place."""
 
     name: str
     data: dict[str, Any]
@@ -87,9 +80,9 @@ class Document:
         for size in range(len(place), 0, -1):
             if place[:size] in self.overrides:
                 return f"override {self.overrides[place[:size]]!r}: {dotted(place)}"
-        inside = [text for key, text in self.overrides.items() if key[: len(place)] == place]
-        if inside and place not in self.lines:
-            return f"override {inside[0]!r}: {dotted(place)}"
+        below = [text for key, text in self.overrides.items() if key[: len(place)] == place]
+        if below and place not in self.lines:
+            return f"override {below[0]!r}: {dotted(place)}"
         line = next((self.lines[place[:size]] for size in range(len(place), 0, -1) if place[:size] in self.lines), None)
         return f"{self.name}{'' if line is None else f':{line}'}: {dotted(place)}"
 
@@ -142,8 +135,8 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         except (yaml.YAMLError, LookupError, TypeError, ValueError) as error:
             problems.append(f"override {text!r}: {' '.join(str(error).split())}")
             continue
-        for known in [line for line in document.lines if line[: len(place)] == place]:
-            del document.lines[known]
+        for replaced in [line for line in document.lines if line[: len(place)] == place]:
+            del document.lines[replaced]
         document.overrides[place] = text
     if problems:
         raise RecipeError("\n".join(problems))

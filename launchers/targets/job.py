@@ -1,23 +1,28 @@
-"""A job as data, and the protocol of targets that render it."""
+"""A job as data, the protocol of targets that render it, and the templates of this package that they fill."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shlex
 import string
 import subprocess
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NewType, Protocol, final
 
+import yaml
+
 from meshpar.core.errors import LaunchError
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.patterns import suggestion
+from meshpar.process.homes import expanded
+from meshpar.process.secrets import secrets_in
 from meshpar.training.settings import Bound, bound_problems
 
 Port = Annotated[int, Bound(ge=1, le=65535)]
@@ -94,16 +99,12 @@ class Job:
 
     def mesh_json(self, mesh: MeshSpec) -> str:
         """Return the mesh as JSON: its axes, and the node, local rank and coordinates of each rank."""
+        places = [divmod(rank, self.ranks_per_node) for rank in range(mesh.size)]
         ranks = [
-            {
-                "rank": rank,
-                "node": rank // self.ranks_per_node,
-                "local_rank": rank % self.ranks_per_node,
-                **mesh.coordinates(rank),
-            }
-            for rank in range(mesh.size)
+            {"rank": rank, "node": node, "local_rank": local_rank, **mesh.coordinates(rank)}
+            for rank, (node, local_rank) in enumerate(places)
         ]
-        rows = ",\n  ".join(json.dumps(rank) for rank in ranks)
+        rows = ",\n  ".join(map(json.dumps, ranks))
         head = {"mesh": str(mesh), "axes": dict(mesh.axes), "nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
         return f'{json.dumps(head)[:-1]}, "ranks": [\n  {rows}\n]}}\n'
 
@@ -196,12 +197,9 @@ def ask(command: Sequence[str], limit_s: float = ANSWER_S) -> str:
             f"{command[0]} did not answer within {limit_s:.0f} s; check that its server runs, then repeat: {shown}"
         ) from error
     if done.returncode:
-        lines = [
-            line
-            for line in (done.stderr.strip() or done.stdout.strip()).splitlines()
-            if not re.match(r"[EWI]\d{4} ", line)
-        ]  # kubectl's log
-        why = "\n".join(list(dict.fromkeys(lines))[-5:])
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        said = dict.fromkeys(line for line in lines if not re.match(r"[EWI]\d{4} ", line))  # kubectl's log
+        why = "\n".join(list(said)[-5:])
         raise LaunchError(f"{shown} ended with {done.returncode}: {why}")
     return done.stdout.strip()
 
@@ -237,11 +235,11 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
                 values[key] = _read(hints[key], value)
         except ValueError as error:
             problems.append(f"{text!r}: {error}")
-    made: Target = cls(**values)
-    problems += [*bound_problems(made), *made.problems()]
+    target: Target = cls(**values)
+    problems += [*bound_problems(target), *target.problems()]
     if problems:
         raise LaunchError("\n  ".join(["unknown or invalid options:", *problems]))
-    return made
+    return target
 
 
 def _passed_on(fields: Collection[str], text: str) -> str:
@@ -283,16 +281,107 @@ def template_text(name: str) -> str:
 
 def fill(template: str, values: Mapping[str, object]) -> str:
     """Return the text of a template of this package, without lines whose only content is an empty value."""
-    kept = [line for line in template_text(template).splitlines() if not _is_empty(line, values)]
-    return Template("\n".join(kept)).substitute(values) + "\n"
-
-
-def _is_empty(line: str, values: Mapping[str, object]) -> bool:
-    alone = re.fullmatch(r"\s*@\{(\w+)\}\s*", line)
-    return alone is not None and not str(values[alone[1]])
+    lines = template_text(template).splitlines()
+    alone = {line: match[1] for line in lines if (match := re.fullmatch(r"\s*@\{(\w+)\}\s*", line))}
+    filled = [line for line in lines if line not in alone or str(values[alone[line]])]
+    return Template("\n".join(filled)).substitute(values) + "\n"
 
 
 def dns_label(name: str) -> str:
     """Return a Kubernetes name, also for a Service: at most 50 characters, a letter first."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (label if label[:1].isalpha() else f"job-{label}")[:50].rstrip("-")  # pods add an index
+
+
+class _Dumper(yaml.SafeDumper):
+    """Text of several lines as a block, for scripts; no aliases, which readers of job files refuse."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_STR = "tag:yaml.org,2002:str"
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(_STR, text, "|" if "\n" in text else None))
+
+
+def fill_yaml(
+    template: str,
+    values: Mapping[str, object],
+    patches: Sequence[str] = (),
+    kept: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
+) -> str:
+    """Return a YAML template with its ``@{name}`` and top comment filled, and with what the files ``patches`` add.
+
+    A scalar that is ``@{name}`` alone becomes the value itself, and an empty value removes its key or list item.
+    ``kept`` returns the documents that the file has, the job last.
+    """
+    text = template_text(template)
+    head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    filled: list[Any] = [_filled(document, values) for document in yaml.safe_load_all(text)]
+    documents: list[Any] = kept(filled)
+    for name in patches:
+        for patch in _patches(name):
+            kinds = {document.get("kind", ""): document for document in documents}
+            kind = patch.get("kind", documents[-1].get("kind", ""))
+            if kind not in kinds:
+                raise LaunchError(
+                    f"{name} is a patch of a {kind}; expected one of {', '.join(kinds)}, or no kind for "
+                    f"{list(kinds)[-1]}"
+                )
+            _add(kinds[kind], patch, kind, name)
+    return Template(head).substitute(values) + yaml.dump_all(
+        documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000
+    )
+
+
+def _filled(node: object, values: Mapping[str, object]) -> object:
+    if isinstance(node, dict):
+        pairs = {key: (value, _filled(value, values)) for key, value in node.items()}
+        return {key: new for key, (old, new) in pairs.items() if old == new or new not in ("", None, {}, [])}
+    if isinstance(node, list):
+        return [_filled(value, values) for value in node]
+    if not isinstance(node, str):
+        return node
+    alone = re.fullmatch(r"@\{(\w+)\}", node)
+    return values[alone[1]] if alone else Template(node).substitute(values)
+
+
+def _patches(name: str) -> list[dict[str, Any]]:
+    try:
+        patches = list(yaml.safe_load_all(expanded(Path(name)).read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise LaunchError(f"cannot read patch {name}: {error}") from error
+    if not all(isinstance(patch, dict) for patch in patches):
+        raise LaunchError(f"patch {name} is not a mapping; expected fields of the job file, such as spec: ...")
+    if places := [".".join(map(str, place)) for patch in patches for place in secrets_in(patch)]:
+        raise LaunchError(
+            f"patch {name}: {', '.join(places)}: this looks like a credential, and the job file is a readable file; "
+            "name a secret of the cluster instead, such as valueFrom: {secretKeyRef: {name: tracker, key: password}}"
+        )
+    return patches
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _add(into: dict[str, Any], patch: dict[str, Any], place: str, name: str) -> None:
+    """Add a patch's values: lists are joined, items of one name merged; values that meshpar writes stay."""
+    for key, value in patch.items():
+        here, old = f"{place}.{key}".lstrip("."), into.get(key)
+        if key not in into:
+            into[key] = value
+        elif isinstance(old, dict) and isinstance(value, dict):
+            _add(old, value, here, name)
+        elif isinstance(old, list) and isinstance(value, list) and all(map(_is_mapping, (*old, *value))):
+            named = {entry["name"]: entry for entry in old if "name" in entry and "mountPath" not in entry}
+            for item in value:
+                if item.get("name") in named:
+                    _add(named[item["name"]], item, f"{here}.{item['name']}", name)
+                else:
+                    old.append(item)
+        elif old != value:
+            raise LaunchError(
+                f"patch {name} sets {here} to {value!r}, and meshpar writes {old!r}; use an option (-o), or edit the "
+                "job file"
+            )

@@ -12,10 +12,9 @@ from typing import Annotated, Any, ClassVar, final
 import yaml
 
 from meshpar.core.errors import LaunchError
-from meshpar.launchers.agent.failures import NO_USE
+from meshpar.launchers.agent.terms import NO_USE
 from meshpar.launchers.recipes.yamlfile import BoundedLoader
-from meshpar.launchers.targets.documents import fill_yaml
-from meshpar.launchers.targets.job import Job, Launched, Port, Target, ask
+from meshpar.launchers.targets.job import Job, Launched, Port, Target, ask, fill_yaml
 from meshpar.training.settings import Bound, Count
 
 KUEUE = "kueue.x-k8s.io/queue-name"
@@ -51,10 +50,9 @@ class OnKubernetes(Target):
         files = [word for job in jobs for word in ("-f", str(job.file))]
         answer = ask(["kubectl", "get", *_BOUNDED, "--ignore-not-found", "--output=json", *files])
         read: dict[str, Any] = json.loads(answer) if answer else {"items": []}
-        found = {
-            entry["metadata"]["name"]: _state(entry) for entry in read.get("items", [read]) if entry["kind"] in _PODS
-        }
-        return [(job.label, found.get(job.label, "")) for job in jobs]
+        entries = [entry for entry in read.get("items", [read]) if entry["kind"] in _PODS]
+        states = {entry["metadata"]["name"]: _state(entry) for entry in entries}
+        return [(job.label, states.get(job.label, "")) for job in jobs]
 
     def status(self, job: Launched) -> str:
         """Return what kubectl says of the job's objects and of its pods."""
@@ -142,20 +140,16 @@ class Kubernetes(OnKubernetes):
         """Yield a note where checkpoints would be lost with the pods."""
         output = str(yaml.safe_load(job.recipe)["output"]) if job.recipe else ""
         if not self.claim and "://" not in output and not output.startswith("/"):
-            yield (
-                f"without -o claim=NAME, {self.workdir} is a folder that each pod has for itself and loses at its "
-                "end, with the run's checkpoints and logs"
-            )
+            lost = "is a folder that each pod has for itself and loses at its end, with the run's checkpoints and logs"
+            yield f"without -o claim=NAME, {self.workdir} {lost}"
 
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the file for kubectl and the files beside it."""
         name = job.label
         head = f"{name}-{_PART}-0-0.{name}" if self.jobset else f"{name}-0.{name}"
         storage = {"persistentVolumeClaim": {"claimName": self.claim}} if self.claim else {"emptyDir": {}}
-        options = (
-            f"--nodes={job.nodes} --nproc={job.ranks_per_node} "
-            f'--node-rank="$JOB_COMPLETION_INDEX" --head={head}:{self.port}'
-        )
+        ranks = f"--nodes={job.nodes} --nproc={job.ranks_per_node}"
+        options = f'{ranks} --node-rank="$JOB_COMPLETION_INDEX" --head={head}:{self.port}'
         values = {
             **_shared(self, job),
             "scheduler": "volcano" if self.volcano else "",
@@ -201,23 +195,18 @@ def _validate(text: str) -> None:
     except ImportError:
         return
     for document in yaml.safe_load_all(text):
-        known = document
+        checked = document
         if document["kind"] == "JobSet":  # the Job inside of it; the cluster checks the rest
-            known = {
-                **document,
-                "apiVersion": "batch/v1",
-                "kind": "Job",
-                **document["spec"]["replicatedJobs"][0]["template"],
-            }
+            job = {"apiVersion": "batch/v1", "kind": "Job"}
+            checked = {**document, **job, **document["spec"]["replicatedJobs"][0]["template"]}
         if document["kind"] == "PodGroup":
             continue
         try:
-            kubernetes_validate.validate(known, kubernetes_validate.latest_version(), strict=True)
+            kubernetes_validate.validate(checked, kubernetes_validate.latest_version(), strict=True)
         except kubernetes_validate.ValidationError as error:
-            place = ".".join(map(str, error.path))
-            raise LaunchError(
-                f"the patched {document['kind']} is not valid: {place}: {error.message}; correct the patch"
-            ) from error
+            where = f"{'.'.join(map(str, error.path))}: {error.message}"
+            text = f"the patched {document['kind']} is not valid: {where}; correct the patch"
+            raise LaunchError(text) from error
 
 
 @final

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Annotated, ClassVar, final
 
 from meshpar.core.errors import LaunchError
-from meshpar.launchers.targets.documents import fill_yaml
-from meshpar.launchers.targets.job import Job, Launched, Port, Shell, Target, ask
+from meshpar.launchers.targets.job import Job, Launched, Port, Shell, Target, ask, fill_yaml
 from meshpar.training.settings import Bound
+
+_RECIPE = "recipe=$(mktemp -d)/recipe.yaml\n"
 
 
 @final
@@ -65,23 +66,17 @@ class SkyPilot(Target):
             "setup": self.setup,
             "mounts": self._mounts(job.run) if self.bucket else {},
             "port": self.port,
-            "recipe": f'recipe=$(mktemp -d)/recipe.yaml\nprintf %s {shlex.quote(job.recipe)} > "$recipe"'
-            if job.recipe
-            else "",
+            "recipe": f'{_RECIPE}printf %s {shlex.quote(job.recipe)} > "$recipe"' if job.recipe else "",
             "work": shlex.join(job.script) or '"$recipe"',
         }
         return {"job.yaml": fill_yaml("skypilot.yaml", values, self.patch), **job.files()}
 
     def _mounts(self, run: Path) -> Mapping[str, object]:
         """Return the bucket's folder of a run, mounted where the job writes, relative or absolute."""
-        inside = run.is_relative_to(Path.cwd())
-        folder = run.relative_to(Path.cwd() if inside else "/")
-        return {
-            f"~/sky_workdir/{folder}" if inside else str(run): {
-                "source": f"{self.bucket.rstrip('/')}/{folder}",
-                "mode": "MOUNT",
-            }
-        }
+        relative = run.is_relative_to(Path.cwd())
+        folder = run.relative_to(Path.cwd() if relative else "/")
+        source = {"source": f"{self.bucket.rstrip('/')}/{folder}", "mode": "MOUNT"}
+        return {f"~/sky_workdir/{folder}" if relative else str(run): source}
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the SkyPilot command that submits a managed job, which SkyPilot recovers when its machines are

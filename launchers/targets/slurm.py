@@ -14,27 +14,15 @@ from pathlib import Path
 from typing import Annotated, final
 
 from meshpar.core.errors import LaunchError
-from meshpar.launchers.agent.failures import NO_USE
-from meshpar.launchers.agent.local import COMPLETE, NO_RESTART
-from meshpar.launchers.agent.replicas import divided
+from meshpar.launchers.agent.replicas import divide_replicas
+from meshpar.launchers.agent.terms import COMPLETE, NO_RESTART, NO_USE
 from meshpar.launchers.targets.job import RECIPE, Job, Launched, Shell, Target, ask, fill
 from meshpar.training.settings import Bound, Count
 
 _OPTIONS = ("time", "partition", "account", "qos", "constraint", "reservation", "gres", "cpus-per-task")
 _WRITTEN = {
-    *(
-        "job-name",
-        "chdir",
-        "output",
-        "open-mode",
-        "nodes",
-        "ntasks",
-        "ntasks-per-node",
-        "gpus-per-node",
-        "exclusive",
-        "requeue",
-    ),
-    *("no-requeue", "no-kill", "signal", "wrap"),
+    *("job-name", "chdir", "output", "open-mode", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "exclusive"),
+    *("requeue", "no-requeue", "no-kill", "signal", "wrap"),
 }
 _OUTPUT = "slurm-*.out"
 _EARLY_S = 60  # by which SLURM may send the signal before --signal says
@@ -42,8 +30,8 @@ _EARLY_S = 60  # by which SLURM may send the signal before --signal says
 
 def _command(setup: str) -> str:
     """Return the shell's word for the meshpar command: what the setup puts on the path, else the one that launches."""
-    own = shlex.quote(str(Path(sys.executable).parent / "meshpar"))
-    return f'"$(command -v meshpar || echo {own})"' if setup else own
+    here = shlex.quote(str(Path(sys.executable).parent / "meshpar"))
+    return f'"$(command -v meshpar || echo {here})"' if setup else here
 
 
 def _path(path: str) -> str:
@@ -136,10 +124,8 @@ class Slurm(Target):
     def render(self, job: Job) -> Mapping[str, str]:
         """Return the batch script and the files beside it."""
         options = {name: getattr(self, name.replace("-", "_")) for name in _OPTIONS}
-        given = {name: value for name, value in options.items() if value}
-        if job.gpus_per_node and not self.gres:
-            given["gpus-per-node"] = job.gpus_per_node
-        lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in given.items()]
+        options["gpus-per-node"] = 0 if self.gres else job.gpus_per_node
+        lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value]
         replicas = job.elastic == "replicas"  # of which two on a node would be lost together
         span = _nodes_of_a_replica(job)
         tasks = "one task a node" if span == 1 else f"one task a replica of {span} nodes"
@@ -190,23 +176,19 @@ class Slurm(Target):
             gpus = ["--nv"] if job.gpus_per_node else []
             return shlex.join(["apptainer", "exec", *gpus, "--bind", mounts, "--pwd", cwd, self.image]) + " "
         pairs = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts.split(","))
-        return (
-            shlex.join([f"--container-image={self.image}", f"--container-mounts={pairs}", f"--container-workdir={cwd}"])
-            + " "
-        )
+        words = [f"--container-image={self.image}", f"--container-mounts={pairs}", f"--container-workdir={cwd}"]
+        return f"{shlex.join(words)} "
 
     def _placement(self, job: Job) -> str:
         """Return the options of ``meshpar run``, some with variables of the batch script."""
         if job.elastic == "replicas":
-            place = f"--elastic=replicas --nodes={job.nodes} --restarts={self.restarts}"
+            words = f"--elastic=replicas --nodes={job.nodes} --restarts={self.restarts}"
             span = _nodes_of_a_replica(job)
             node = "SLURM_ARRAY_TASK_ID" if span == 1 else f"((SLURM_ARRAY_TASK_ID * {span} + SLURM_NODEID))"
-            return f'{place} \\\n  --node-rank="${node}" --head="$MESHPAR_LOGS/head" --logs="$MESHPAR_LOGS"'
-        nodes = (
-            f"1:{job.nodes} --restarts={self.restarts} --rejoin-s={self.rejoin_s}" if job.elastic else str(job.nodes)
-        )
-        place = f"--nodes={nodes} --nproc={job.ranks_per_node}"
-        return f'{place} \\\n  --node-rank="$SLURM_NODEID" --head="$MESHPAR_HEAD" --run-id="$MESHPAR_RUN_ID"'
+            return f'{words} \\\n  --node-rank="${node}" --head="$MESHPAR_LOGS/head" --logs="$MESHPAR_LOGS"'
+        again = f"--restarts={self.restarts} --rejoin-s={self.rejoin_s} " if job.elastic else ""
+        words = f"--nodes={'1:' if job.elastic else ''}{job.nodes} {again}--nproc={job.ranks_per_node}"
+        return f'{words} \\\n  --node-rank="$SLURM_NODEID" --head="$MESHPAR_HEAD" --run-id="$MESHPAR_RUN_ID"'
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the sbatch command that submits the job."""
@@ -217,42 +199,27 @@ class Slurm(Target):
         the job's own marker.
         """
         rows = _queue()
-        known = [_numbers(job, rows) for job in jobs]
+        every = [_numbers(job, rows) for job in jobs]
         ended: dict[str, str] = {}
-        gone = sorted({number for numbers in known for number in numbers} - {number for number, *_ in rows})
+        gone = sorted({number for numbers in every for number in numbers} - {number for number, *_ in rows})
         if gone:
+            fields = ["--parsable2", "--allocations", "--format=JobIDRaw,State"]
             with suppress(LaunchError):  # a cluster without accounting
-                done = ask(
-                    [
-                        "sacct",
-                        "--noheader",
-                        "--parsable2",
-                        "--allocations",
-                        "--format=JobIDRaw,State",
-                        f"--jobs={','.join(gone)}",
-                    ]
-                )
+                done = ask(["sacct", "--noheader", *fields, f"--jobs={','.join(gone)}"])
                 ended = dict(line.split("|", 1) for line in done.splitlines())
-        found = []
-        for job, numbers in zip(jobs, known):
+        answers = []
+        for job, numbers in zip(jobs, every):
             states = [state for number, state, _ in rows if number in numbers]
-            states += [ended.get(number) or _left(job, number) for number in numbers if number in gone]
-            found.append((",".join(numbers), ",".join(dict.fromkeys(states))))
-        return found
+            states += [ended.get(number) or _end_of(job, number) for number in numbers if number in gone]
+            answers.append((",".join(numbers), ",".join(dict.fromkeys(states))))
+        return answers
 
     def status(self, job: Launched) -> str:
         """Return what squeue says of the job."""
         numbers = ",".join(_numbers(job, _queue()))
         with suppress(LaunchError):  # squeue refuses a number that it has forgotten
-            return ask(
-                [
-                    "squeue",
-                    "--noheader",
-                    "--states=all",
-                    f"--jobs={numbers}",
-                    "--format=%i: %T for %M of %l on %N, reason: %r",
-                ]
-            )
+            line = "--format=%i: %T for %M of %l on %N, reason: %r"
+            return ask(["squeue", "--noheader", "--states=all", f"--jobs={numbers}", line])
         return ""
 
     def logs(self, job: Launched, *, follow: bool) -> Sequence[str]:
@@ -269,7 +236,7 @@ class Slurm(Target):
 
 def _nodes_of_a_replica(job: Job) -> int:
     """Return how many nodes a replica spans: 1 where a node has whole ones, or none may be lost."""
-    return divided(job.mesh, job.nodes, 0).nodes if job.elastic == "replicas" and job.mesh is not None else 1
+    return divide_replicas(job.mesh, job.nodes, 0).nodes if job.elastic == "replicas" and job.mesh is not None else 1
 
 
 def _meeting(job: Job) -> str:
@@ -285,15 +252,14 @@ def _queue() -> list[list[str]]:
 
 def _numbers(job: Launched, rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the numbers of a launch's jobs: from its submission, its output, and SLURM."""
-    own = re.findall(r"^Submitted batch job (\d+)", job.submitted)
-    wrote = [
-        re.findall(r"\d+", path.stem)[0] for path in job.folder.glob(_OUTPUT)
-    ]  # of an array's task, with its number behind
+    submitted = re.findall(r"^Submitted batch job (\d+)", job.submitted)
+    # an array's tasks append their own numbers
+    wrote = [re.findall(r"\d+", path.stem)[0] for path in job.folder.glob(_OUTPUT)]
     queued = [number for number, _, file in rows if file == str(job.file)]
-    return sorted({*own, *wrote, *queued}, key=int)
+    return sorted({*submitted, *wrote, *queued}, key=int)
 
 
-def _left(job: Launched, number: str) -> str:
+def _end_of(job: Launched, number: str) -> str:
     return "COMPLETED" if list(job.folder.parent.parent.glob(f"logs/{number}-*/{COMPLETE}")) else "ended"
 
 
@@ -307,6 +273,5 @@ def _seconds(limit: str) -> float | None:
         return ((day * 24 + hours) * 60 + minutes) * 60 + seconds
     if not re.fullmatch(r"\d+(:\d+){0,2}", limit):
         return None
-    parts = [int(number) for number in limit.split(":")]
-    hours, minutes, seconds = parts if len(parts) == 3 else (0, *parts, *([0] if len(parts) == 1 else []))
+    hours, minutes, seconds = map(int, {0: f"0:{limit}:0", 1: f"0:{limit}", 2: limit}[limit.count(":")].split(":"))
     return (hours * 60 + minutes) * 60 + seconds

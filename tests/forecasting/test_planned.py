@@ -22,7 +22,7 @@ from meshpar.forecasting.trace import Trace
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.inspecting import describe_recipe
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.forecasting import batch_of, forecast_job
+from meshpar.launchers.jobs.build import batch_of, forecast_job
 from meshpar.launchers.jobs.job import run_job
 from meshpar.launchers.recipes.loading import load_recipe, shipped
 from meshpar.testing import launch

@@ -23,10 +23,8 @@ from meshpar.forecasting.hardware import Hardware
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.doctor import devices as devices_module
 from meshpar.launchers.doctor import examine as examine_module
-from meshpar.launchers.doctor import measure as measure_module
-from meshpar.launchers.doctor.checks import all_findings, collect
-from meshpar.launchers.doctor.examine import Folder, Meeting, _folder_findings, _leave_token, _looked
-from meshpar.launchers.doctor.report import placement_findings, price_of_sharding, spans
+from meshpar.launchers.doctor.checks import all_findings, placement_findings, price_of_sharding, spans
+from meshpar.launchers.doctor.examine import Folder, _folder_findings, _leave_token, _looked, collect, meet
 from tests.support.hosts import Hosts, Unavailable
 from tests.support.patience import patient
 
@@ -163,9 +161,9 @@ def test_a_call_that_is_held_up_does_not_end_the_growth_of_what_is_timed(monkeyp
             return seconds_of(calls[-1], calls.count(calls[-1]))
 
         calls.clear()
-        monkeypatch.setattr(measure_module, "_timed", run)
-        monkeypatch.setattr(measure_module, "_slowest", lambda seconds, device: seconds)
-        rate = measure_module._gathered_rate(None, 2, torch.device("cpu"))  # type: ignore[arg-type]
+        monkeypatch.setattr(devices_module, "_timed", run)
+        monkeypatch.setattr(devices_module, "_slowest", lambda seconds, device: seconds)
+        rate = devices_module._gathered_rate(None, 2, torch.device("cpu"))  # type: ignore[arg-type]
         return calls[-1], rate
 
     fast, slow = 1e9, 1e6
@@ -186,7 +184,7 @@ def test_a_slow_file_system_is_no_clock(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return {"name": "x"}
 
     class Alone:
-        rank = 0
+        member = 0
 
         def gather(self, name: str, value: Any) -> list[Any]:
             met.append(value)
@@ -301,7 +299,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.Mo
         server.set(f"facts/{rank}", json.dumps(facts[rank]))
     began = time.monotonic()
     with pytest.raises(LaunchError, match=r"did not connect within 1 s: 3 \(on n2\)") as raised:
-        Meeting(1.0).gather("facts", facts[0])
+        meet(1.0).gather("facts", facts[0])
     assert exit_code(raised.value) == 1, "another start may succeed"
     assert time.monotonic() - began < patient(20)
 

@@ -72,13 +72,11 @@ def test_a_disk_that_takes_no_byte_leaves_the_file_that_was_to_be_replaced(tmp_p
 WRITTEN_IN_PLACE = {
     "launchers/agent/failures.py": "a file of a name of its own, which is renamed",
     "launchers/agent/replicas.py": "in a new folder",
-    "launchers/agent/starting.py": "in a new folder",
     "launchers/agent/terms.py": "in a new folder",
     "launchers/cli.py": "the file that the user names",
     "launchers/commands/launch.py": "the file that the user names",
     "launchers/commands/plan.py": "the file that the user names",
     "launchers/doctor/examine.py": "probes",
-    "launchers/doctor/rank.py": "the file that the user names",
     "launchers/export/publishing.py": "in a new folder",
     "launchers/targets/launching.py": "in a new folder",
     "meshpar/training/examples.py": "in a new folder",

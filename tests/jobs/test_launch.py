@@ -26,11 +26,11 @@ from typer.testing import CliRunner
 from meshpar import LaunchError, MeshError, MeshSpec, PlanError, RecipeError
 from meshpar.core import registry
 from meshpar.launchers.cli import app
-from meshpar.launchers.jobs import elastic
+from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.targets import job as job_module
+from meshpar.launchers.targets import launching
 from meshpar.launchers.targets.job import dns_label, make_target
-from meshpar.launchers.targets.launching import launch_job
 from meshpar.launchers.targets.slurm import Slurm
 from tests.support.hosts import Hosts, Unavailable
 from tests.support.warm import write_command
@@ -43,6 +43,10 @@ model: {dim: 16, layers: 1, heads: 2, hidden: 32, max_positions: 32, dropout: 0.
 data: {source: files, paths: [text.md], cache: cache, sequence_length: 32, micro_batch: 2}
 training: {steps: 3, log_every: 1, tensorboard: false}
 """
+
+
+def launch_job(*arguments: Any, **options: Any) -> str:
+    return launching.launch_job(launching.LaunchRequest(*arguments, **options))
 
 
 @pytest.fixture
@@ -781,9 +785,9 @@ def test_a_mesh_is_worked_out_anew_from_what_is_left(mesh: str, ranks: int, left
 def test_ranks_that_make_no_legal_mesh_are_refused(folder: Path) -> None:
     recipe = load_recipe("job.yaml", ["mesh=dp_shard=2,tp=2"])
     with pytest.raises(LaunchError, match=r"3 of the job's 4 ranks are left: .* tp=2 needs a multiple of 2"):
-        elastic.fitted(recipe, 3, 4)
-    assert elastic.fitted(recipe, 4, 4) is recipe
-    smaller = elastic.fitted(recipe, 2, 4)
+        build.fit_recipe(recipe, 3, 4)
+    assert build.fit_recipe(recipe, 4, 4) is recipe
+    smaller = build.fit_recipe(recipe, 2, 4)
     assert (smaller.mesh, smaller.data.accumulate) == ("dp_shard=1,tp=2", 2), "the same global batch"
 
 
@@ -811,7 +815,7 @@ def test_the_batch_of_an_elastic_job_is_kept_or_its_change_is_told(
     recipe = load_recipe(
         "job.yaml", [f"mesh={mesh}", f"data.micro_batch={micro_batch}", f"data.accumulate={accumulate}"]
     )
-    fitted = elastic.fitted(recipe, left, 4)
+    fitted = build.fit_recipe(recipe, left, 4)
     assert (fitted.mesh, fitted.data.micro_batch, fitted.data.accumulate) == now
     assert message in fitted.notes[-1]
 

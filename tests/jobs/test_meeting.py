@@ -122,7 +122,7 @@ def test_a_silent_node_is_lost(replica: Replica, monkeypatch: pytest.MonkeyPatch
 
 def test_an_end_that_is_read_together_with_the_coming_counts(replica: Replica) -> None:
     first = replica.meetings[0]
-    address, _, key = first._place.partition(" ")
+    address, _, key = first._address.text.partition(" ")
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port))) as node:
         node.sendall(f"come {key} 1\nend 1 143\n".encode())

@@ -43,12 +43,12 @@ from meshpar.core.errors import MeshparError, ReplicaError
 from meshpar.forecasting import Batch, Hardware
 from meshpar.forecasting.search import search
 from meshpar.launchers.agent.failures import exit_code
-from meshpar.launchers.agent.replicas import _Replica, _served, divided
+from meshpar.launchers.agent.replicas import _Replica, _serve_lighthouse, divide_replicas
 from meshpar.launchers.commands.inspecting import check_recipe, describe_recipe
 from meshpar.launchers.commands.run import run
 from meshpar.launchers.commands.train import division_of
-from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.elastic import Elected
+from meshpar.launchers.jobs import checks
+from meshpar.launchers.jobs.reports import Elected
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.testing import on_ranks
 from meshpar.training import (
@@ -169,25 +169,25 @@ def test_what_cannot_be_lost_is_refused_by_name():
 
 
 def test_a_job_is_divided_into_replicas():
-    found = divided(MeshSpec("dp_replicate=4,dp_shard=2"), 2, 1)
+    found = divide_replicas(MeshSpec("dp_replicate=4,dp_shard=2"), 2, 1)
     assert (found.count, list(found.here), found.ranks, str(found.mesh)) == (4, [2, 3], 2, "dp_replicate=1,dp_shard=2")
     with pytest.raises(LaunchError, match="has one replica; write dp_replicate=2"):
-        divided(MeshSpec("dp_shard=2"), 1, 0)
+        divide_replicas(MeshSpec("dp_shard=2"), 1, 0)
     for node, (replica, place) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]):
-        found = divided(MeshSpec("dp_replicate=2,dp_shard=6"), 6, node)
+        found = divide_replicas(MeshSpec("dp_replicate=2,dp_shard=6"), 6, node)
         assert (list(found.here), found.node, found.nodes, found.ranks, found.ranks_here) == ([replica], place, 3, 6, 2)
     for replicas, nodes in ((3, 2), (4, 6), (2, 3)):
         with pytest.raises(
             LaunchError,
             match=f"{replicas} replicas on {nodes} nodes; expected whole .* a multiple or a divisor of {nodes}",
         ):
-            divided(MeshSpec(f"dp_replicate={replicas},dp_shard=2"), nodes, 0)
+            divide_replicas(MeshSpec(f"dp_replicate={replicas},dp_shard=2"), nodes, 0)
     assert exit_code(ReplicaError("")) == 75
 
 
 def test_replicas_of_one_node_have_devices_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    division, devices = divided(MeshSpec("dp_replicate=4,dp_shard=4"), 2, 1), []
+    division, devices = divide_replicas(MeshSpec("dp_replicate=4,dp_shard=4"), 2, 1), []
     for number in division.here:
         made = _Replica(number, division, tmp_path, "", tmp_path, 0, tmp_path)
         for rank in range(division.ranks_here):
@@ -200,7 +200,7 @@ def test_replicas_of_one_node_have_devices_of_their_own(tmp_path, monkeypatch):
 def test_all_ranks_of_a_node_need_a_device(tmp_path, monkeypatch):
     (tmp_path / "job.yaml").write_text(lab.RECIPE)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    monkeypatch.setattr(build, "default_device_type", lambda: "cuda")
+    monkeypatch.setattr(checks, "default_device_type", lambda: "cuda")
     with pytest.raises(PlanError, match="4 ranks need a cuda device each, and this machine has 3"):
         run(
             str(tmp_path / "job.yaml"),
@@ -319,7 +319,7 @@ def small(lighthouse, data, *, sparse=False, **options):
 @pytest.mark.parametrize(("head", "listens"), [("", "0100007F"), ("localhost:{}", "0" * 32)])
 def test_the_lighthouse_of_one_machine_listens_on_that_machine_alone(head, listens):
     with ExitStack() as stack:
-        port = int(_served(stack, head.format(*free_ports(1)), 1.0).rpartition(":")[2] or 0)
+        port = int(_serve_lighthouse(stack, head.format(*free_ports(1)), 1.0).rpartition(":")[2] or 0)
         tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
         rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
         hosts = {

@@ -27,13 +27,20 @@ from torch.distributed.elastic.multiprocessing import PContext
 from meshpar import LaunchError, ParallelError
 from meshpar.core import waiting
 from meshpar.launchers.agent import check_in, failures
-from meshpar.launchers.agent.check_in import checked_in
+from meshpar.launchers.agent.check_in import check_in_nodes
+from meshpar.launchers.agent.console import Shown
 from meshpar.launchers.agent.failures import Failure, error_file, first_error, forget_left, recorded
-from meshpar.launchers.agent.local import Placement, _config, _identified, _patient, _set_environment
-from meshpar.launchers.agent.rank_logs import Shown
-from meshpar.launchers.agent.starting import free_port
+from meshpar.launchers.agent.local import (
+    Placement,
+    _config,
+    _identify_start,
+    _patient,
+    _set_environment,
+    from_kubeflow,
+    place_ranks,
+)
+from meshpar.launchers.agent.meeting import free_port
 from meshpar.launchers.agent.terms import NO_USE, RankTask, at_work
-from meshpar.launchers.commands.placing import from_kubeflow, placed
 from meshpar.launchers.commands.train import _ranks_here
 from meshpar.launchers.jobs.job import _new_steps_noted
 from meshpar.launchers.recipes.loading import load_recipe
@@ -433,7 +440,7 @@ def test_a_node_that_does_not_come_is_named_within_the_bound() -> None:
     head, wait_s = f"127.0.0.1:{free_port()}", float(round(patient(3)))
 
     def come(node: int) -> str:
-        with pytest.raises(LaunchError) as raised, checked_in(head, node, 3, "", wait_s):
+        with pytest.raises(LaunchError) as raised, check_in_nodes(head, node, 3, "", wait_s):
             pass
         return str(raised.value)
 
@@ -467,7 +474,7 @@ def test_a_wait_says_for_whom_and_ends_at_control_c(
     monkeypatch.setattr(waiting.time, "sleep", interrupt)
     for node, whom in ((0, f"nodes 1, 2 to connect to {head}"), (1, f"node 0 at {head} (")):
         ends.clear()
-        with pytest.raises(KeyboardInterrupt), checked_in(head, node, 3, "", 900.0):
+        with pytest.raises(KeyboardInterrupt), check_in_nodes(head, node, 3, "", 900.0):
             pass
         output = capfd.readouterr().err
         assert ends.is_set() and f"meshpar: waiting for {whom}" in output and " of 900 s\n" in output
@@ -481,11 +488,11 @@ def test_nodes_of_an_elastic_job_say_for_whom_they_wait(
     monkeypatch.setattr(check_in, "children", lambda: started)
     head = f"127.0.0.1:{free_port()}"
     with pytest.raises(LaunchError, match=f"node 0 does not answer at {head} within 1 s"):
-        with _identified(Placement(ranks=1, nodes=3, least_nodes=2, node_rank=1, head=head, meeting_s=1)):
+        with _identify_start(Placement(ranks=1, nodes=3, least_nodes=2, node_rank=1, head=head, meeting_s=1)):
             pass
     assert f"meshpar: waiting for node 0 at {head} (" in capfd.readouterr().err
     message = ""
-    with _identified(Placement(ranks=1, nodes=3, least_nodes=2, node_rank=0, head=head)):
+    with _identify_start(Placement(ranks=1, nodes=3, least_nodes=2, node_rank=0, head=head)):
         while "meshpar: waiting for 2 to 3 nodes to join at" not in message:
             message += capfd.readouterr().err
         started.append(1)
@@ -607,10 +614,12 @@ def test_nodes_without_an_id_agree_on_one(tmp_path: Path) -> None:
 
 
 def test_placements() -> None:
-    assert placed({"nproc": "4"}) == Placement(ranks=4)
-    assert placed({"nproc": 2, "nodes": "1:3", "head": "a:1"}) == Placement(ranks=2, nodes=3, least_nodes=1, head="a:1")
+    assert place_ranks({"nproc": "4"}) == Placement(ranks=4)
+    assert place_ranks({"nproc": 2, "nodes": "1:3", "head": "a:1"}) == Placement(
+        ranks=2, nodes=3, least_nodes=1, head="a:1"
+    )
     kubeflow = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "3"}
-    assert placed(from_kubeflow(kubeflow)) == Placement(ranks=4, nodes=2, least_nodes=2, node_rank=1, head="a:3")
+    assert place_ranks(from_kubeflow(kubeflow)) == Placement(ranks=4, nodes=2, least_nodes=2, node_rank=1, head="a:3")
 
 
 @pytest.mark.parametrize(
@@ -633,4 +642,4 @@ def test_a_mesh_for_any_number_of_nodes_has_the_ranks_of_one_on_each(mesh: str, 
 )
 def test_placements_that_cannot_be(given: dict[str, object], message: str) -> None:
     with pytest.raises(LaunchError, match=message.replace("(", r"\(")):
-        placed({"nproc": "1", **given})
+        place_ranks({"nproc": "1", **given})

@@ -17,7 +17,7 @@ import torch
 from meshpar import LaunchError, MeshparError, RecipeError
 from meshpar.core import registry
 from meshpar.core.errors import FullMemoryError
-from meshpar.launchers.jobs import forecasting
+from meshpar.launchers.jobs import checks, reports
 from meshpar.launchers.jobs.job import Saver
 from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.launchers.recipes.loading import load_recipe
@@ -109,9 +109,9 @@ def wait_for_forecast(seconds: float) -> None:
 
 
 def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecast: Any, records: int = 4) -> list[str]:
-    monkeypatch.setattr("meshpar.launchers.jobs.forecasting.forecast", forecast)
+    monkeypatch.setattr("meshpar.launchers.jobs.build.forecast", forecast)
     console = Notes()
-    reporter = forecasting.ForecastFeedback(recipe(tmp_path), "h100", console)
+    reporter = reports.ForecastFeedback(recipe(tmp_path), "h100", console)
     wait_for_forecast(60)
     for _ in range(records):
         reporter.report(RECORD)
@@ -122,7 +122,7 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecast: Any, rec
 def test_a_profile_named_in_the_recipe_makes_a_real_forecast_on_a_cpu(tmp_path: Path) -> None:
     console = Notes()
     named = recipe(tmp_path, "mesh=dp_shard=1", "training.forecast=h100")
-    (reporter,) = forecasting.forecast_feedback(named, torch.device("cpu"), console)
+    (reporter,) = reports.forecast_feedback(named, torch.device("cpu"), console)
     wait_for_forecast(150)
     for _ in range(4):
         reporter.report(RECORD)
@@ -164,17 +164,17 @@ def test_a_forecast_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_cpu_and_other_objectives_are_not_forecast(tmp_path: Path) -> None:
-    assert forecasting.forecast_feedback(recipe(tmp_path), torch.device("cpu"), Notes()) == []
+    assert reports.forecast_feedback(recipe(tmp_path), torch.device("cpu"), Notes()) == []
 
 
 def test_profiles_are_found_by_the_devices_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert forecasting.profile_of(torch.device("cuda", 0)) == "h200"
+    assert reports.profile_of(torch.device("cuda", 0)) == "h200"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 4090")
-    assert forecasting.profile_of(torch.device("cuda", 0)) is None
+    assert reports.profile_of(torch.device("cuda", 0)) is None
     off = recipe(tmp_path, "training.forecast=false")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert forecasting.forecast_feedback(off, torch.device("cuda", 0), Notes()) == []
+    assert reports.forecast_feedback(off, torch.device("cuda", 0), Notes()) == []
 
 
 def test_options_of_an_objective_are_checked() -> None:
@@ -194,15 +194,14 @@ def test_options_of_an_objective_are_checked() -> None:
 
 
 def test_a_model_must_suit_its_objective(tmp_path: Path) -> None:
-    from meshpar.launchers.jobs import build
 
     wrong = recipe(tmp_path, "training.objective=seq2seq")
-    assert any("for the objective seq2seq write kind: huggingface" in line for line in build.check_job(wrong, 2))
+    assert any("for the objective seq2seq write kind: huggingface" in line for line in checks.check_job(wrong, 2))
     with pytest.raises(RecipeError, match="the objective seq2seq learns from stdlib, jsonl, csv or parquet"):
         recipe(tmp_path, "training.objective=seq2seq", "data.source=files", "data.paths=[a.txt]")
     pytest.importorskip("transformers")
     strange = recipe(tmp_path, "training.objective=seq2seq", "model={kind: huggingface, config: {model_type: qwen3}}")
-    assert any("transformers has no seq2seq_lm for model_type 'qwen3'" in line for line in build.check_job(strange, 2))
+    assert any("transformers has no seq2seq_lm for model_type 'qwen3'" in line for line in checks.check_job(strange, 2))
 
 
 def test_a_pretrained_encoder_gets_a_new_head(tmp_path: Path) -> None:
@@ -251,12 +250,12 @@ def test_a_node_that_fails_stops_the_others() -> None:
     import subprocess
     import sys
 
-    from meshpar.launchers.agent import starting
+    from meshpar.launchers.agent import replicas
 
     waiting = "import time; time.sleep(60)"
     running = [subprocess.Popen([sys.executable, "-c", code]) for code in ("raise SystemExit(3)", waiting)]
     start = time.monotonic()
-    assert starting._await(running) == [3, -15]
+    assert replicas.await_all(running) == [3, -15]
     assert time.monotonic() - start < patient(30)
 
 

@@ -28,8 +28,9 @@ from meshpar.core import runtime
 from meshpar.core.mesh import MeshSpec
 from meshpar.launchers.agent import watchdog
 from meshpar.launchers.agent.failures import record, record_stall, recorded
-from meshpar.launchers.agent.watchdog import STALLED, Watchdog, verdict_of
-from meshpar.launchers.jobs.preflight import opened
+from meshpar.launchers.agent.terms import RETRY
+from meshpar.launchers.agent.watchdog import Watchdog, verdict_of
+from meshpar.launchers.jobs.preflight import open_job
 from meshpar.launchers.recipes.loading import load_recipe
 from tests.checkpoints.test_commit import linear
 from tests.support.patience import patient, until
@@ -103,7 +104,7 @@ def ended(mode: str, folder: Path) -> tuple[list[int | None], list[str], float]:
 @pytest.mark.parametrize("stopped", [pytest.param(1, marks=pytest.mark.long), 0])
 def test_a_rank_that_is_stopped_is_named_and_the_others_leave(stopped: int, tmp_path: Path) -> None:
     codes, texts, seconds = ended(f"stop {stopped}", tmp_path)
-    assert codes == [-signal.SIGKILL if rank == stopped else STALLED for rank in range(RANKS)]
+    assert codes == [-signal.SIGKILL if rank == stopped else RETRY for rank in range(RANKS)]
     assert seconds < patient(40)
     for rank in set(range(RANKS)) - {stopped}:
         assert f"ranks that do not answer, stopped or dead or their host is lost: {stopped} (" in texts[rank]
@@ -114,7 +115,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_others_leave(stopped: int, tmp_
 
 def test_a_rank_that_skips_a_collective_is_named_with_the_collective(tmp_path: Path) -> None:
     codes, texts, _ = ended("skip 2", tmp_path)
-    assert codes == [STALLED] * RANKS
+    assert codes == [RETRY] * RANKS
     assert re.search(
         r"ranks that did not arrive at gloo:all_reduce, number \d+ of default_pg \(ranks 0, 1, 2\): 2", texts[0]
     ), texts[0]
@@ -152,7 +153,7 @@ def test_whatever_fails_in_the_watchdog_the_job_ends() -> None:
     for process in ranks:
         process.join(patient(20))
         process.kill()
-    assert [process.exitcode for process in ranks] == [STALLED] * len(ranks)
+    assert [process.exitcode for process in ranks] == [RETRY] * len(ranks)
 
 
 @testing.on_ranks(2)
@@ -246,7 +247,7 @@ def test_the_group_waits_longer_than_the_watchdog(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(runtime, "distributed", distributed)
     for seconds in (2.0, 600.0, 1800.0, None):
         recipe = load_recipe(tmp_path / "job.yaml", [f"watchdog={'null' if seconds is None else seconds}"])
-        with opened(recipe, data, "cpu"):
+        with open_job(recipe, data, "cpu"):
             pass
     assert bounds == [600.0, 720.0, 1920.0, 600.0]
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 import meshpar
 from meshpar import CheckpointError, LaunchError, MeshparError
 from meshpar.forecasting.hardware import Hardware
-from meshpar.launchers.agent import starting
+from meshpar.launchers.agent import terms
 from meshpar.launchers.agent.failures import Failure, first_error, record_kills
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.generating import Completer
@@ -202,7 +202,7 @@ def adopted(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> dict[
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    starting.adopt_srun()
+    terms.adopt_srun()
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
@@ -234,12 +234,12 @@ def test_an_incomplete_srun_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_first_host_of_a_node_list(text: str, host: str) -> None:
-    assert starting.first_node(text) == host
+    assert terms.first_node(text) == host
 
 
 def test_an_unreadable_node_list_is_refused() -> None:
     with pytest.raises(MeshparError, match="cannot read SLURM node list"):
-        starting.first_node("n[x")
+        terms.first_node("n[x")
 
 
 @pytest.mark.parametrize(

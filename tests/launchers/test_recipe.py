@@ -15,7 +15,7 @@ import torch
 from meshpar import ContextParallel, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
 from meshpar.core.patterns import nearest, suggestion
 from meshpar.launchers.commands.inspecting import convert_recipe
-from meshpar.launchers.jobs import build, datasets
+from meshpar.launchers.jobs import build, checks, datasets
 from meshpar.launchers.recipes.loading import load_recipe, resolve, shipped
 from meshpar.launchers.recipes.named import make_passes
 from meshpar.launchers.recipes.recipe import Recipe, received
@@ -202,7 +202,7 @@ def test_fields_of_other_models_are_their_own() -> None:
 
 def test_what_a_run_cannot_measure_is_no_wrong_recipe_but_does_not_start() -> None:
     recipe = read(SMALL, "checkpoint.best=+val/accuracy", "profile=true")
-    assert build.check_job(recipe, 2) == [
+    assert checks.check_job(recipe, 2) == [
         "override 'checkpoint.best=+val/accuracy': checkpoint.best: no validation measures val/accuracy; set "
         "data.validation_fraction or data.validation_paths",
         "override 'profile=true': profile: a profile requires 8 steps, and training.steps is 5; raise it, or set "
@@ -211,12 +211,12 @@ def test_what_a_run_cannot_measure_is_no_wrong_recipe_but_does_not_start() -> No
 
 
 def test_balance_of_experts_that_a_model_lacks_does_not_start() -> None:
-    (found,) = build.check_job(read(SMALL, "training.balance_rate=0.01"), 2)
+    (found,) = checks.check_job(read(SMALL, "training.balance_rate=0.01"), 2)
     assert found.startswith(
         "small.yaml:8: training: balance_rate=0.01 moves a bias (E,) beside each router, and Transformer has 0 for 0"
     )
     assert (
-        build.check_job(
+        checks.check_job(
             read(SMALL, "model={experts: 4, shared_experts: 1, qk_norm: true}", "training.balance_rate=0.01"), 2
         )
         == []
@@ -324,16 +324,16 @@ def test_a_mixture_reads_back_and_is_checked(tmp_path: Path) -> None:
     )
     recipe = read(SMALL, mix % "bpe")
     assert read(recipe.to_yaml()) == received(recipe.sent()) == recipe
-    assert build.check_job(recipe, 2) == []
+    assert checks.check_job(recipe, 2) == []
     write_tokens(tmp_path / "a.bin", [[1] * 600], vocab_size=300, eos_id=0)
     (tmp_path / "b.txt").write_text("text " * 200)
     two = f"data={{mix: [{{source: tokens, paths: [{tmp_path}/a.bin]}}, {{source: files, paths: [{tmp_path}/b.txt]}}]}}"
-    found = "\n".join(build.check_job(read(SMALL, two), 2))
+    found = "\n".join(checks.check_job(read(SMALL, two), 2))
     assert (
         "data.mix: the sources of a mix are of different tokenizers: tokens0 has vocab_size 300 and eos_id 0, files1 "
         "has" in found
     )
-    (found,) = build.check_job(read(SMALL, mix % "bytes"), 2)
+    (found,) = checks.check_job(read(SMALL, mix % "bytes"), 2)
     assert re.search(r"data.mix.1.paths: the tokenizer has no token <\|begin_of_text\|>, .*write tokenizer: bpe", found)
 
 
@@ -353,15 +353,15 @@ def test_a_file_that_cannot_be_read_is_one_problem_at_its_own_field(
                 "meshpar.training.text._read",
                 lambda path, name=name: refused(path) if path.name == name else iter(["text "]),
             )
-            (found,) = build.check_job(recipe, 2)
+            (found,) = checks.check_job(recipe, 2)
         assert re.fullmatch(rf".*: data.{field}: {tmp_path}/{name} cannot be read: .*Permission denied.*", found)
 
 
 def test_a_model_without_position_ids_is_refused_before_a_rank_starts() -> None:
     own = "model={class: tests.support.models_for_parity.Masked, vocab: 300}"
-    (found,) = build.check_job(read(SMALL, "mesh=''", own, trust=True), 1)
+    (found,) = checks.check_job(read(SMALL, "mesh=''", own, trust=True), 1)
     assert re.search(r"data.documents: Masked takes no position_ids.*; write data.documents: joined", found)
-    assert build.check_job(read(SMALL, "mesh=''", own, "data.documents=joined", trust=True), 1) == []
+    assert checks.check_job(read(SMALL, "mesh=''", own, "data.documents=joined", trust=True), 1) == []
 
 
 def test_the_recipes_that_come_with_meshpar_are_right() -> None:
@@ -373,7 +373,7 @@ def test_the_recipes_that_come_with_meshpar_are_right() -> None:
     model = build.build_model(gpt2, datasets.vocab_size_of(gpt2))
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
     large = load_recipe("hsdp_tp", ["data.tokenizer=bytes", "data.source=stdlib", "data.paths=[]"])
-    assert build.check_job(large, 64) == []
+    assert checks.check_job(large, 64) == []
 
 
 @pytest.mark.parametrize(
@@ -437,10 +437,10 @@ def test_the_vocabulary_comes_from_the_data_unless_a_shape_has_its_own(tmp_path:
 
 
 def test_a_model_too_small_for_its_data_is_refused_before_anything_runs() -> None:
-    assert build.check_job(read(SMALL, "model.vocab_size=200"), 2) == [
+    assert checks.check_job(read(SMALL, "model.vocab_size=200"), 2) == [
         "small.yaml:3: model: the data has 257 different tokens and the model's vocab_size is 200; raise it"
     ]
-    assert build.check_job(read(SMALL, "data.sequence_length=4096"), 2) == [
+    assert checks.check_job(read(SMALL, "data.sequence_length=4096"), 2) == [
         "small.yaml:3: model: data.sequence_length is 4096 and the model has 2048 positions; lower it, or raise the "
         "number of positions"
     ]
@@ -450,7 +450,7 @@ def test_check_finds_every_problem_of_plan_data_and_objective() -> None:
     recipe = read(
         SMALL, "mesh=dp_shard=2,tp=3", "data={source: files, paths: [/nowhere/*.txt]}", "training.objective=cusal_lm"
     )
-    found = build.check_job(recipe, 6)
+    found = checks.check_job(recipe, 6)
     assert any("/nowhere/*.txt" in line for line in found)
     assert any("2 heads, which tp=3 does not divide" in line for line in found)
     assert any("no objective 'cusal_lm' is installed" in line for line in found)

@@ -26,7 +26,7 @@ from meshpar.launchers.jobs import worker
 from meshpar.launchers.recipes.loading import load_recipe, resolve
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import parse_document
-from meshpar.launchers.targets.launching import launch_job
+from meshpar.launchers.targets import launching
 from meshpar.process.secrets import redact, redacted, secret_words, secrets_in
 from meshpar.training import TrackedRun, Trackers, tracking
 from tests.checkpoints.test_commit import linear
@@ -42,6 +42,10 @@ model: {dim: 16, layers: 1, heads: 2, hidden: 32, max_positions: 32}
 data: {source: stdlib, sequence_length: 32, micro_batch: 2}
 training: {steps: 3, tensorboard: false}
 """
+
+
+def launch_job(*arguments: Any, **options: Any) -> str:
+    return launching.launch_job(launching.LaunchRequest(*arguments, **options))
 
 
 @pytest.fixture

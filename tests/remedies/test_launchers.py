@@ -19,22 +19,19 @@ from typer.testing import CliRunner
 from meshpar import MeshSpec
 from meshpar.core import registry
 from meshpar.core.runtime import default_device_type
-from meshpar.launchers.agent.replicas import divided
-from meshpar.launchers.agent.starting import free_port
+from meshpar.launchers.agent.meeting import free_port
+from meshpar.launchers.agent.replicas import divide_replicas
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.train import division_of
 from meshpar.launchers.doctor import devices, examine
-from meshpar.launchers.doctor.checks import all_findings
-from meshpar.launchers.doctor.examine import Folder, Meeting
-from meshpar.launchers.doctor.report import placement_findings
-from meshpar.launchers.jobs.build import check_job, machine_problems
+from meshpar.launchers.doctor.checks import all_findings, placement_findings
+from meshpar.launchers.doctor.examine import Folder, meet
+from meshpar.launchers.jobs.checks import check_job, machine_problems, replica_problems
 from meshpar.launchers.jobs.datasets import filling_problem
-from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.recipes.yamlfile import parse_document
 from meshpar.launchers.targets import launching
 from meshpar.launchers.targets.job import Job, ask, make_target
-from meshpar.launchers.targets.launched import cancel_job, show_logs
-from meshpar.launchers.targets.launching import launch_job
+from meshpar.launchers.targets.launching import cancel_job, show_logs
 from tests.jobs.test_doctor import DOWN, ORDER, Nvml, healthy
 from tests.launchers.test_recipe import SMALL, read
 from tests.remedies.rows import Row, Tested, alone, each
@@ -91,6 +88,10 @@ def files_of(name, *options, gpus=0, **fields):
         **{"elastic": ""} | fields,
     )
     return make_target(name, registry.plugin(registry.LAUNCHERS, name), options).render(job)
+
+
+def launch_job(*arguments, **options):
+    return launching.launch_job(launching.LaunchRequest(*arguments, **options))
 
 
 def launched(what, *arguments, target="slurm", **options):
@@ -186,12 +187,14 @@ def met(rank, wait_s, *others, listens=True):
     port = server.port if listens else free_port()
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": "3", **address}):
-        meeting = Meeting(wait_s)
+        meeting = meet(wait_s)
         for other in others:
             meeting._store.set(f"facts/{other}", '{"rank": 1, "ranks_per_node": 1, "host": "n2"}')
             meeting._store.set(f"facts/read/{other}", "")
         return (
-            len(meeting.gather("facts", {"rank": 0, "ranks_per_node": 1, "host": "n1"})) if rank == 0 else meeting.world
+            len(meeting.gather("facts", {"rank": 0, "ranks_per_node": 1, "host": "n1"}))
+            if rank == 0
+            else meeting._count
         )
 
 
@@ -767,19 +770,19 @@ ROWS = [
     ),
     Row(
         "--elastic=replicas: the mesh {} has one replica",
-        lambda: divided(MeshSpec("dp_shard=2"), 2, 0),
-        {"write dp_replicate=2 or more": lambda: divided(MeshSpec("dp_replicate=2,dp_shard=2"), 2, 0).count},
+        lambda: divide_replicas(MeshSpec("dp_shard=2"), 2, 0),
+        {"write dp_replicate=2 or more": lambda: divide_replicas(MeshSpec("dp_replicate=2,dp_shard=2"), 2, 0).count},
         result=2,
     ),
     Row(
         "--elastic=replicas: {} replicas on {} nodes",
-        lambda: divided(MeshSpec("dp_replicate=3"), 2, 0),
+        lambda: divide_replicas(MeshSpec("dp_replicate=3"), 2, 0),
         {
             "use a multiple or a divisor of {}": lambda: [
-                divided(MeshSpec("dp_replicate=2"), 4, 0).count,
-                divided(MeshSpec("dp_replicate=4"), 2, 0).count // 2,
+                divide_replicas(MeshSpec("dp_replicate=2"), 4, 0).count,
+                divide_replicas(MeshSpec("dp_replicate=4"), 2, 0).count // 2,
             ],
-            "other --nodes": lambda: [divided(MeshSpec("dp_replicate=2"), nodes, 0).count for nodes in (1, 2)],
+            "other --nodes": lambda: [divide_replicas(MeshSpec("dp_replicate=2"), nodes, 0).count for nodes in (1, 2)],
         },
         result=[2, 2],
     ),

@@ -28,16 +28,17 @@ from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.steps import Steps
 from meshpar.checkpoints.storage.place import place
 from meshpar.launchers import export_adapters
-from meshpar.launchers.agent import failures, starting
-from meshpar.launchers.agent.check_in import checked_in, reach_head
-from meshpar.launchers.agent.starting import adopt_srun, free_port
+from meshpar.launchers.agent import failures, meeting
+from meshpar.launchers.agent.check_in import check_in_nodes, reach_head
+from meshpar.launchers.agent.meeting import free_port
+from meshpar.launchers.agent.terms import adopt_srun
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.generating import _ids
 from meshpar.launchers.commands.run import run
 from meshpar.launchers.commands.train import division_of, launch
-from meshpar.launchers.export.run import chosen_step, merged
+from meshpar.launchers.export.run import chosen_step, merge_adapters
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.build import check_job
+from meshpar.launchers.jobs.checks import check_job
 from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.training.lora import LoRA
@@ -76,7 +77,7 @@ def joined(head, *nodes, run_ids=("a",)):
     everyone = Barrier(len(nodes) * len(run_ids))
 
     def come(node, run_id):
-        with checked_in(head, node, len(nodes), run_id, 30.0) as start:
+        with check_in_nodes(head, node, len(nodes), run_id, 30.0) as start:
             everyone.wait(30.0)
             return start
 
@@ -88,7 +89,7 @@ def joined_twice():
     """Check two nodes in with one number."""
     with ExitStack() as nodes:
         head = address()
-        return [nodes.enter_context(checked_in(head, 0, 1, "a", 30.0)) for _ in range(2)]
+        return [nodes.enter_context(check_in_nodes(head, 0, 1, "a", 30.0)) for _ in range(2)]
 
 
 def taken(do):
@@ -99,7 +100,7 @@ def taken(do):
 
 def ports(number, do):
     """Do something where one port can be chosen."""
-    with patch.object(starting, "_FREE_PORTS", range(number, number + 1)):
+    with patch.object(meeting, "_FREE_PORTS", range(number, number + 1)):
         return do()
 
 
@@ -445,7 +446,7 @@ def measured(run_folder, *options):
 def adapters_on(folder):
     """Merge adapters with weights; return whether all weights are there."""
     settings = LoRA(rank=2, targets=("q_proj",))
-    shapes = merged(chosen_step(adapted(), None), settings, place(folder)).shapes()
+    shapes = merge_adapters(chosen_step(adapted(), None), settings, place(folder)).shapes()
     return "model.layers.0.self_attn.q_proj.weight" in shapes
 
 

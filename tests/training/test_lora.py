@@ -29,7 +29,7 @@ from meshpar import (
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_safetensors
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.resolved import resolve
-from meshpar.launchers.export.run import export_adapters, merged
+from meshpar.launchers.export.run import export_adapters, merge_adapters
 from meshpar.step.placements import local_tensor
 from meshpar.testing import Memory, on_ranks, token_steps, whole
 from meshpar.testing.parity import Record, assert_records_match, train_steps
@@ -259,7 +259,7 @@ def compare_exports(folder: Path, trained: dict[str, torch.Tensor], settings: Lo
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         export_adapters(folder / "checkpoints", folder / "adapters", settings, folder / "base")
     weights, config = (
-        merged(folder / "checkpoints", settings, folder / "base"),
+        merge_adapters(folder / "checkpoints", settings, folder / "base"),
         json.loads((folder / "base" / "config.json").read_text()),
     )
     export_safetensors(weights, folder / "merged", max_shard_size=20_000, config=config)

@@ -1,13 +1,7 @@
-"""One log file per rank with its standard output and error; rank 0's is printed as it grows.
+"""What a person sees on the terminal: rank 0's log as it grows, and the progress of long work.
 
-torch's elastic agent has logs of its own (DefaultLogsSpecs, ``tee``, TailLog), which this module does not use:
-
-- It opens a file for standard output and another for standard error, empty at every restart. Here both are one file, in
-  the order in which they were written, and the starts of a rank follow each other in it.
-- It names files by the rank on its node. Here the name has the rank of the job, which is known in the rank only.
-- TailLog copies a file from its beginning. A job that an engine starts again would show the output of its earlier
-  starts once more.
-- It cannot leave a rank its terminal, which progress bars and Ctrl-C need.
+Each rank has one log with stdout and stderr in order, appended by each start. torch's DefaultLogsSpecs has two files,
+emptied at each restart and named by local rank; its TailLog repeats earlier starts and takes the terminal away.
 """
 
 from __future__ import annotations
@@ -18,17 +12,17 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, final
 
 from meshpar.process.signals import Lenient
 
-_EVERY_S = 0.1
+_EVERY_S, _LINE_S = 0.1, 10.0
 
 
 def log_file(logs: Path, rank: int) -> Path:
-    """Return the path of a rank's log."""
     return logs / f"rank-{rank}.log"
 
 
@@ -110,3 +104,43 @@ class Shown:
 def start_id() -> str:
     """Return a name for a start of a job, made of time and PID."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+@contextmanager
+def show_bytes() -> Iterator[Callable[[int, int], None]]:
+    """Yield what shows how many bytes of how many are done."""
+    if not sys.stderr.isatty():
+        line = _Lines()
+        yield lambda done, total: line(f"{done / 2**30:.2f} of {total / 2**30:.2f} GiB")
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    with Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)) as bar:
+        task: Any = bar.add_task("")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def show_parts(name: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield what shows a part of the work and how many of its pieces, called ``name``, are done."""
+    if not sys.stderr.isatty():
+        line = _Lines()
+        yield lambda part, done, total: line(f"{part}: {done} of {total} {name}")
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(name) as status:
+        yield lambda part, done, total: status.update(f"{part}: {done} of {total} {name}")
+
+
+class _Lines:
+    """Prints what it is called with, if the last line is old enough."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self._last >= _LINE_S:
+            self._last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
