@@ -30,7 +30,7 @@ def storages() -> dict[int, tuple[int, Tensor]]:
     """Return the bytes of each storage of this process, and a tensor in it, by the storage's number. Garbage counts,
     too.
     """
-    found: dict[int, tuple[int, Tensor]] = {}
+    by_number: dict[int, tuple[int, Tensor]] = {}
     seen: set[int] = set()
     waiting: list[Any] = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
     while waiting:
@@ -46,16 +46,16 @@ def storages() -> dict[int, tuple[int, Tensor]]:
             continue
         storage = tensor.untyped_storage()
         try:
-            held = storage.nbytes() and storage.data_ptr()
+            has_memory = storage.nbytes() and storage.data_ptr()
         except RuntimeError:  # a stand-in that tracing left behind (FakeTensor, FunctionalTensor) has no bytes
             continue
-        if held:
-            found.setdefault(memory_of(storage), (storage.nbytes(), tensor))
-    return found
+        if has_memory:
+            by_number.setdefault(memory_of(storage), (storage.nbytes(), tensor))
+    return by_number
 
 
 def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
-    """Run something; return its result, the most bytes of host memory that tensors took at a time, and those that
+    """Run something; return its result, the peak bytes of host memory that tensors took at a time, and those that
     are left.
     """
     with profile(profile_memory=True) as seen:
@@ -63,11 +63,11 @@ def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
     assert seen is not None, "a profile is entered"
     results: Any = seen.kineto_results
     events = (event for event in results.events() if event.name() == "[memory]")
-    total = most = 0
+    total = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         total += event.nbytes()
-        most = max(most, total)
-    return result, most, total
+        peak = max(peak, total)
+    return result, peak, total
 
 
 @final
@@ -117,41 +117,41 @@ class Memory:
         """
         parameters = list(par.module.parameters())
         kinds = {**_kinds(par, parameters, optimizer), "others": list(also)}
-        held: dict[str, dict[int, int]] = {}
+        sizes_by_kind: dict[str, dict[int, int]] = {}
         for kind, tensors in kinds.items():
             there = {tensor.untyped_storage() for tensor in map(local_tensor, tensors) if not tensor.is_meta}
-            held[kind] = {
+            sizes_by_kind[kind] = {
                 memory_of(storage): storage.nbytes()
                 for storage in there
-                if not any(memory_of(storage) in known for known in held.values())
+                if not any(memory_of(storage) in sizes for sizes in sizes_by_kind.values())
             }
-        known = {number for sizes in held.values() for number in sizes}
+        described = {number for sizes in sizes_by_kind.values() for number in sizes}
         # Before the description, for which gathered weights go.
-        others = self._others(known, beside + _BESIDE + _BESIDE_EACH * len(parameters))
+        undescribed = self._undescribed(described, beside + _BESIDE + _BESIDE_EACH * len(parameters))
         problems = []
         for kind, expected in _described(par, kinds).items():
-            size, room = sum(held[kind].values()), sum(map(_padding, kinds[kind]))
+            size, room = sum(sizes_by_kind[kind].values()), sum(map(_padding, kinds[kind]))
             if kinds[kind] and not expected <= size <= expected + room:
                 problems.append(f"{kind}: {size:,} bytes, expected {expected:,} and at most {room:,} of padding")
-        if others:
+        if undescribed:
             total, listed = (
-                sum(nbytes for nbytes, _ in others),
-                ", ".join(f"{shape} {nbytes:,}" for nbytes, shape in others[:8]),
+                sum(nbytes for nbytes, _ in undescribed),
+                ", ".join(f"{shape} {nbytes:,}" for nbytes, shape in undescribed[:8]),
             )
-            problems.append(f"{len(others)} tensors that the description does not know, {total:,} bytes: {listed}")
+            problems.append(f"{len(undescribed)} tensors that the description does not know, {total:,} bytes: {listed}")
         assert not problems, f"after {after}:\n  " + "\n  ".join(problems)
 
-    def _others(self, named: set[int], most: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Return bytes and shapes of tensors in storages not ``named``, largest first; none up to ``most``."""
+    def _undescribed(self, named: set[int], allowed: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Return bytes and shapes of tensors in storages not ``named``, largest first; none up to ``allowed``."""
         until = time.monotonic() + _GOES_S
         while True:
-            others = [
+            undescribed = [
                 (nbytes, tuple(tensor.shape)) for number, (nbytes, tensor) in self.live().items() if number not in named
             ]
-            if sum(nbytes for nbytes, _ in others) <= most:
+            if sum(nbytes for nbytes, _ in undescribed) <= allowed:
                 return []
             if time.monotonic() > until:
-                return sorted(others, reverse=True)
+                return sorted(undescribed, reverse=True)
             time.sleep(0.01)
 
 

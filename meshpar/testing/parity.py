@@ -93,13 +93,13 @@ def train_steps(
         fused = all(parameter.is_floating_point() for parameter in par.module.parameters())
         optimizer = torch.optim.AdamW(par.module.parameters(), lr=lr, eps=eps, weight_decay=0.01, fused=fused)
     for number, micro_batches in enumerate(steps):
-        places = range(par.data_rank, max(map(len, micro_batches)), par.data_size)
-        mine = [[par.split(micro[place]) for place in places if place < len(micro)] for micro in micro_batches]
-        scale = par.token_scale(sum(_count(batch) for micro in mine for batch in micro))
+        indices = range(par.data_rank, max(map(len, micro_batches)), par.data_size)
+        parts = [[par.split(micro[index]) for index in indices if index < len(micro)] for micro in micro_batches]
+        scale = par.token_scale(sum(_count(batch) for micro in parts for batch in micro))
         if has_batch_norm(par.module):
-            mine = [[_joined(micro)] if micro else [] for micro in mine]
+            parts = [[_joined(micro)] if micro else [] for micro in parts]
         total = torch.zeros((), device=par.device)
-        for micro in par.accumulate(mine):
+        for micro in par.accumulate(parts):
             # One forward and one backward a micro-batch: FSDP2 reduces once for each backward.
             loss = torch.stack([loss_sum(par.module, batch)[0] for batch in micro]).sum() * scale
             loss.backward()
@@ -237,19 +237,19 @@ def _alone(
     """Return the model in this process, with ``passes`` without axes, on a mesh that nobody shares."""
     with torch.device("meta"):
         module = build()
-    known, facts, moments = layout or layout_for(module), Facts(), list[Moment]()
+    full_layout, facts, moments = layout or layout_for(module), Facts(), list[Moment]()
     for pass_ in passes:
         if pass_.axes:
             raise MeshparError(
                 f"{pass_.name} works over {', '.join(pass_.axes)}, which one process does not have; leave it out of "
                 "alone="
             )
-        installed = pass_.install(module, known, None, facts)  # type: ignore[arg-type]
+        installed = pass_.install(module, full_layout, None, facts)  # type: ignore[arg-type]
         if installed is not None:
             facts.add(installed.facts)
             moments += installed.moments
     lonely = MeshSpec()
-    resolved = resolve((), lonely, module, known)
+    resolved = resolve((), lonely, module, full_layout)
     meshes: Any = {lonely: None}
     alone = Guarded(
         module=module,

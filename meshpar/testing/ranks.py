@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from meshpar.core import mesh, runtime
 from meshpar.step import ranks as step_ranks
-from meshpar.testing.found import Found
+from meshpar.testing.process_state import ProcessState
 
 P = ParamSpec("P")
 
@@ -170,8 +170,8 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
     while waiting:
         # After a first failure the peers may fail because of it; the earliest report is the cause, others get a moment
         # to arrive.
-        left = deadline - time.monotonic() if not failures else 0.2
-        ready = wait(list(waiting), timeout=max(0.0, left))
+        seconds = deadline - time.monotonic() if not failures else 0.2
+        ready = wait(list(waiting), timeout=max(0.0, seconds))
         if not ready:
             break
         connection: Any
@@ -208,7 +208,7 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
         if keep:  # an equal mesh is the same one: its groups are open, and what DTensor has planned for it still holds
             mesh._built = functools.cache(mesh._built)
             step_ranks.own_group = functools.cache(step_ranks.own_group)
-        found = Found() if keep else None
+        before = ProcessState() if keep else None
         while (job := _next(asked)) is not None:
             module, qualname, args, kwargs = job
             body: Any = importlib.import_module(module)
@@ -219,8 +219,8 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
                 getattr(body, "__wrapped__", body)(*args, **kwargs)
             dist.barrier()
             del args, kwargs, job
-            if found is not None:
-                found.restore(qualname)
+            if before is not None:
+                before.restore(qualname)
                 step_ranks.count_models_anew()
             asked.send(None)
     except BaseException:  # noqa: BLE001  whatever ended this rank is reported, and the process ends

@@ -16,7 +16,7 @@ _WATCHED = ("torch", "torch.distributed", "torch.nn.functional", "torch.nn.modul
 _TORCH, _MESHPAR = (str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent))
 
 
-class Found:
+class ProcessState:
     """Settings of this process, and the functions of meshpar and torch, before a test."""
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class Found:
 
     def _compared(self, space: str, namespace: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         """Yield what is replaced in one module or class, and keep what it holds now."""
-        known, self._names[space] = self._names.get(space, {}), dict(namespace)
+        earlier, self._names[space] = self._names.get(space, {}), dict(namespace)
         kinds = (int, float, str, tuple) if _is_ours(space) and space in sys.modules else ()
-        for key, before in known.items():
+        for key, before in earlier.items():
             now = namespace.get(key, before)
             if now is before or (issubclass(type(before), type) and before.__module__ == space):
                 continue  # of a class its methods are compared
