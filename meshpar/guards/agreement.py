@@ -11,10 +11,10 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from meshpar._torch.autograd import in_backward
+from meshpar._torch.modules import BatchNorm
 from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
@@ -377,7 +377,7 @@ def _predictable(guarded: Guarded) -> bool:
     """
     resolved, module = guarded.resolved, guarded.module
     divided = guarded.facts.find(DividedModules) is not None or resolved.divided(Role.POSITIONS)
-    norms = any(isinstance(child, _BatchNorm) for child in module.modules())
+    norms = any(isinstance(child, BatchNorm) for child in module.modules())
     return not divided and not resolved.splits_sequence and not norms
 
 

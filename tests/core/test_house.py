@@ -490,16 +490,16 @@ def test_a_setting_has_one_dataclass():
 
 
 MOST = {
-    "classes over 300 lines": 10,
-    "classes over 15 attributes": 10,
+    "classes over 300 lines": 7,
+    "classes over 15 attributes": 8,
     "classes over 10 constructor arguments": 2,
-    "class names with several meanings": 29,
-    "files that read a record on the module": 33,
-    "files that ask whether ranks are simulated": 11,
-    "imports by text": 1,
+    "class names with several meanings": 21,
+    "files that read a record on the module": 0,
+    "files that ask whether ranks are simulated": 0,
+    "imports by text": 0,
     "private names of others outside their room": 41,
-    "code wrapped around a trailing comment": 8,
-    "variables without a noun": 1017,
+    "code wrapped around a trailing comment": 5,
+    "variables without a noun": 866,
     "files loose in meshpar": 3,
 }
 """How many there are at most. A number only falls: whoever makes one smaller writes the new one here."""
