@@ -83,8 +83,8 @@ class Watch:
     def __iter__(self) -> Iterator[Any]:
         from torch.profiler import ProfilerActivity, profile
 
+        from meshpar.launchers.jobs.profile import times_of
         from meshpar.training import peak_memory
-        from meshpar.training.profile import times_of
 
         batches = iter(self.data)
         for _ in range(WARM):

@@ -26,7 +26,8 @@ from meshpar.launchers.agent.meeting import Meeting, Start, free_port, publish
 from meshpar.launchers.agent.terms import COMPLETE, NO_USE, RETRY, SHUTDOWN_S, STOPPED
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.process.signals import STOPPING, heard, put_back
-from meshpar.training import Lighthouse, elastic_job
+from meshpar.training import Lighthouse
+from meshpar.training.lighthouse import lighthouse_address
 
 _POLL_S, _ANSWER_S, _TELL_S, _WAIT_S = 0.2, 5.0, 10.0, 900.0
 _FOLLOW_S = 10.0  # in which ranks end by themselves after those of another node failed
@@ -105,9 +106,9 @@ def launch_replicas(
     logs = (logs or recipe.folder / "logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        lighthouse = elastic_job.lighthouse() or head
+        lighthouse = lighthouse_address() or head
         if not node_rank:
-            if not elastic_job.lighthouse():
+            if not lighthouse_address():
                 lighthouse = _serve_lighthouse(stack, head, recipe.patience)
             manager = stack.enter_context(CheckpointManager(recipe.folder / "checkpoints"))
             manager.own()

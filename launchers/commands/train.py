@@ -30,7 +30,7 @@ from meshpar.launchers.jobs.worker import end_with_parent
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.process.signals import exit_code_of
-from meshpar.training import elastic_job
+from meshpar.training.lighthouse import lighthouse_address, this_replica
 
 
 def train_recipe(
@@ -132,7 +132,7 @@ def run_recipe(
             return run_as_rank(recipe) or 0
     here = place_ranks(given, partial(_ranks_here, recipe))
     check(recipe, here.ranks * here.nodes, machine_problems(recipe, here.ranks))
-    if elastic_job.replica()[1]:
+    if this_replica()[1]:
         end_with_parent()
     elif not here.node_rank:
         show(recipe)
@@ -146,7 +146,7 @@ def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str)
         raise LaunchError(f"--elastic=replicas does not support {', '.join(odd)}; leave out such options: {why}")
     division = division_of(recipe, given)
     head, node_rank, nodes = given.get("head", ""), given.get("node_rank", 0), node_range(str(given.get("nodes", 1)))[1]
-    if nodes > 1 and not (head or elastic_job.lighthouse()):
+    if nodes > 1 and not (head or lighthouse_address()):
         raise LaunchError(
             f"{nodes} nodes require --head for the replicas' lighthouse: HOST:PORT with a free port of node 0, or "
             "FOLDER/FILE that all nodes see, into which node 0 writes its address"

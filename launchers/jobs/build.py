@@ -30,6 +30,7 @@ from meshpar.launchers.recipes.schema import build
 from meshpar.launchers.recipes.sections import Model, OptimizerSection, Own, OwnOptimizer
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
+from meshpar.optim.matrices import parameter_groups
 from meshpar.parallelized import Parallelized
 from meshpar.plan import Plan
 from meshpar.state.averaging import Averaged
@@ -37,7 +38,7 @@ from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Sam
 from meshpar.training.generating import check_whole
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective, freeze
-from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scale_rates, scaled_rate
+from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, scale_rates, scaled_rate
 from meshpar.training.settings import TrainSettings
 from meshpar.training.tracking import usable
 

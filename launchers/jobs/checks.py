@@ -23,18 +23,18 @@ from meshpar.core.passes import Role, axes_of
 from meshpar.core.patterns import suggestion
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.models import weights_problems
+from meshpar.launchers.jobs.profile import LEAST as PROFILED
 from meshpar.launchers.recipes.conflicts import folder_problems
 from meshpar.launchers.recipes.named import UntrustedError
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, Own, OwnOptimizer
+from meshpar.optim.elementwise import check_elementwise
 from meshpar.plan import lost_replica_problems
 from meshpar.process.homes import expanded
 from meshpar.training.chat import ChatSource
 from meshpar.training.documents import takes_positions, untaken
-from meshpar.training.elementwise import check_elementwise
 from meshpar.training.experts import balance_problems
 from meshpar.training.objectives import teacher_problems
-from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.samples import tokenizers_problem
 from meshpar.training.tables import PACKED, UNPLAIN, kind_of
 from meshpar.training.text import TextSource

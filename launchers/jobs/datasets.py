@@ -17,11 +17,10 @@ from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized
 from meshpar.process.homes import expanded
-from meshpar.training import elastic_job
 from meshpar.training.chat import ChatSource
 from meshpar.training.data import Batches, LoaderSettings, Samples
-from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
-from meshpar.training.records import RecordSource
+from meshpar.training.examples import ExampleFile, ExampleSplit, RecordSource, prepare_examples
+from meshpar.training.lighthouse import this_replica
 from meshpar.training.samples import LabelledExamples, MappedSamples, MixedSamples, PackedTokens, PairedExamples
 from meshpar.training.tables import Reading
 from meshpar.training.template import ChatTemplate, chat_template
@@ -309,7 +308,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         grow=section.grow,
         seed=recipe.seed if section.shuffle else None,
         loader=loader,
-        replicas=elastic_job.replica()[1] or 1,
+        replicas=this_replica()[1] or 1,
         **share,
     )
     _check_epochs(recipe, train)

@@ -29,20 +29,20 @@ from meshpar.launchers.agent.terms import task
 from meshpar.launchers.jobs import build, datasets, reports
 from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.preflight import open_job, patience_s
+from meshpar.launchers.jobs.profile import LEAST as PROFILED
 from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.optim.elementwise import HasModes
 from meshpar.parallelized import Parallelized
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.homes import expanded
 from meshpar.process.leftovers import write_durably
 from meshpar.state.averaging import Averaged
-from meshpar.training import elastic_job
 from meshpar.training.elastic import Replicas
-from meshpar.training.elementwise import HasModes
+from meshpar.training.lighthouse import this_replica
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters
 from meshpar.training.metrics import flops_per_token
 from meshpar.training.optimizer import LossScaler
-from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.settings import Outcome
 from meshpar.training.stop import StopRequest
 from meshpar.training.tracking import METRICS, SENT
@@ -87,7 +87,7 @@ def run_job(recipe: Recipe) -> Outcome:
             steps = trainer.total_steps - trainer.step
             if recipe.profile and steps >= PROFILED:
                 # loads the profiler and the forecast's recorder, which other jobs do without
-                from meshpar.training.profile import Profiled
+                from meshpar.launchers.jobs.profile import Profiled
 
                 profiled: Any = Profiled(trainer.data, par, trainer.optimizer, recipe.folder / PROFILE)
                 trainer.data = profiled
@@ -102,8 +102,10 @@ def run_job(recipe: Recipe) -> Outcome:
                 reports.add_reporters(recipe, par, trainer, stack)
                 reports.print_summary(recipe, par, trainer, come_from)
                 if recipe.profile and steps < PROFILED:
-                    trainer.reporters[0].note(f"no profile: it requires {PROFILED} steps, and {steps} are left")
-            with watch_progress(recipe.watchdog, lambda: _position(trainer), lambda: (trainer.moves, manager.writes)):
+                    trainer.reports.reporters[0].note(f"no profile: it requires {PROFILED} steps, and {steps} are left")
+            with watch_progress(
+                recipe.watchdog, lambda: _position(trainer), lambda: (trainer.validations.moves, manager.writes)
+            ):
                 # to the end of the checkpoints that are written in the background
                 return trainer.run(stop.enter_context(StopRequest()))
 
@@ -139,7 +141,7 @@ def _trainer(
     train, validation = datasets.batches(recipe, data, par)
     origin = [datasets.origin_of(recipe, train.global_batch)]
     dist.broadcast_object_list(origin, group=runtime.hosts())  # copies of a file on other nodes have other times
-    replicas = elastic_job.replica()[1]
+    replicas = this_replica()[1]
     saver = Saver(
         manager, saved, recipe.checkpoint.best, origin[0], before=lambda: _keep(recipe, METRICS, TENSORBOARD, SENT)
     )
@@ -163,7 +165,7 @@ def _trainer(
 
 def _enter_replicas(recipe: Recipe, trainer: Trainer, stack: contextlib.ExitStack) -> Replicas | None:
     """Return the replicas, which ``stack`` leaves; None unless this job is one of several."""
-    if not elastic_job.replica()[1]:
+    if not this_replica()[1]:
         return None
     same = (recipe.optimizer, recipe.training)
     replicas = Replicas(
@@ -272,7 +274,7 @@ def _other_batch(recipe: Recipe, before: int, trainer: Trainer) -> str:
     per_rank, rest = divmod(before, ranks)
     sizes = [size for size in range(1, min(per_rank, recipe.data.micro_batch) + 1) if per_rank % size == 0]
     keep = "" if rest else f"; to keep it, set data.micro_batch={sizes[-1]} data.accumulate={per_rank // sizes[-1]}"
-    if trainer.follows_samples and trainer.settings.epochs is not None:
+    if trainer.course.follows_samples and trainer.settings.epochs is not None:
         instead = trainer.data.steps_until(trainer.settings.epochs, before)
         then = f"{steps:,} steps are left instead of {instead:,}, and the learning rate follows the samples"
     else:

@@ -20,7 +20,7 @@ from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.loading import resolve
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import apply_overrides, parse_document
-from meshpar.training import elastic_job
+from meshpar.training.lighthouse import this_replica
 
 _LATER_S = 120.0  # by which the time-out of collectives exceeds the watchdog's
 _SKEW_S = 10.0
@@ -51,7 +51,7 @@ def open_job(recipe: Recipe, data: datasets.Data, kind: str) -> Iterator[torch.d
 
 def patience_s(recipe: Recipe) -> float:
     """Return the time-out of collectives: longer than the watchdog's, which names the missing ranks."""
-    if elastic_job.replica()[1]:
+    if this_replica()[1]:
         return recipe.patience + _SKEW_S  # the other replicas go on by then
     return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + _LATER_S)
 

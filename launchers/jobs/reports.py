@@ -18,11 +18,10 @@ from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
 from meshpar.passes.elsewhere import all_parameters
-from meshpar.training import elastic_job
-from meshpar.training.console import Console
 from meshpar.training.elastic import Replicas
+from meshpar.training.lighthouse import this_replica
 from meshpar.training.loop import Trainer
-from meshpar.training.metrics import Ended, Metrics, Reporter
+from meshpar.training.reporters import Console, Ended, Metrics, Reporter
 from meshpar.training.tracking import Trackers, facts_of
 
 log = logging.getLogger(__name__)
@@ -35,11 +34,11 @@ def add_reporters(recipe: Recipe, par: Parallelized, trainer: Trainer, stack: co
     """Give the trainer of rank 0 its reporters, which ``stack`` closes: of replicas, those of the one that leads."""
     make = functools.partial(_reporters, recipe, trainer)
     if trainer.replicas is not None:
-        trainer.reporters = (Elected(trainer.replicas, make),)
+        trainer.reports.reporters = (Elected(trainer.replicas, make),)
     else:
         reporters = make(trainer.step)
-        trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
-    for reporter in trainer.reporters:
+        trainer.reports.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
+    for reporter in trainer.reports.reporters:
         stack.callback(_close, reporter, trainer)
 
 
@@ -64,24 +63,24 @@ def _reporters(recipe: Recipe, trainer: Trainer, step: int) -> tuple[Reporter, .
 
 def print_summary(recipe: Recipe, par: Parallelized, trainer: Trainer, origin: str) -> None:
     """Print the job's size, data and schedule, and the ``origin`` of its state."""
-    data, schedule, settings = trainer.data, trainer.planned, trainer.settings
+    data, schedule, settings = trainer.data, trainer.course.planned, trainer.settings
     every = all_parameters(par.module)
     parameters = sum(parameter.numel() for parameter in every)
     trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
     part = f", {trained:,} of them trained," if trained < parameters else ""
     packed = datasets.examples_of(recipe) == "tokens"
     unit = f"sequences = {data.global_batch * recipe.data.sequence_length:,} tokens" if packed else "examples"
-    ranks = par.data_size * (elastic_job.replica()[1] or 1)
+    ranks = par.data_size * (this_replica()[1] or 1)
     passes = "".join(f", {pass_.name}" for pass_ in par.plan.passes)
-    changed = trainer.follows_samples and trainer.batch != data.global_batch
+    changed = trainer.course.follows_samples and trainer.course.batch != data.global_batch
     lines = [
         f"{parameters:,} parameters{part} on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
         f"{data.samples}, {data.steps_per_epoch:,} steps an epoch; a step: {data.global_batch:,} {unit} "
         f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {ranks} data ranks)",
         f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over "
-        f"{schedule.steps:,} steps{f' of {trainer.batch:,} samples' if changed else ''}",
+        f"{schedule.steps:,} steps{f' of {trainer.course.batch:,} samples' if changed else ''}",
     ]
-    if trainer.complete and not trainer.owes:
+    if trainer.complete and not trainer.validations.owes:
         kind = "steps" if settings.steps is not None and trainer.step >= settings.steps else "epochs"
         lines.append(
             f"all {getattr(settings, kind)} {kind} are done already, after step {trainer.step}; raise training.{kind} "
@@ -90,7 +89,7 @@ def print_summary(recipe: Recipe, par: Parallelized, trainer: Trainer, origin: s
     elif origin:
         lines += f"resuming after step {trainer.step} from {origin}".split("\n")
     for line in lines:
-        trainer.reporters[0].note(line)
+        trainer.reports.reporters[0].note(line)
 
 
 @final

@@ -47,7 +47,7 @@ class Recipe(Section):
         watchdog: seconds without progress after which every rank prints its stack trace and the job ends; None: never.
         patience: seconds that replicas (``--elastic=replicas``) wait for a replica that does not answer, before they
             continue without it.
-        profile: write a profile of a few early steps to the run's folder (:mod:`meshpar.training.profile`).
+        profile: write a profile of a few early steps to the run's folder (:mod:`meshpar.launchers.jobs.profile`).
         output: the run's folder; default: ``runs/NAME``. A URL in an object store (``s3://bucket/run``) keeps its logs
             in ``runs/s3/bucket/run``.
         code: folder from which your own classes are imported; None: the recipe's folder.

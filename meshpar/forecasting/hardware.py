@@ -11,8 +11,8 @@ from typing import Literal, final
 from meshpar._torch.operator_costs import FLOAT8
 from meshpar.core.errors import MeshparError, brief
 from meshpar.core.patterns import suggestion
+from meshpar.process.accelerators import PEAK_FLOPS
 from meshpar.process.imports import need
-from meshpar.training.metrics import PEAK_FLOPS
 
 Verdict = Literal["fits", "may fit", "does not fit"]
 
@@ -37,7 +37,7 @@ class Hardware:
     Attributes:
         name: name of the profile.
         peak: dtype -> floating-point operations per second, dense, as the maker states them; float8 stands for both of
-            its formats. A profile may name a device of :data:`meshpar.training.metrics.PEAK_FLOPS` instead.
+            its formats. A profile may name a device of :data:`meshpar.process.accelerators.PEAK_FLOPS` instead.
         memory: bytes of device memory.
         reserved: bytes of this memory that tensors cannot use: the driver's context, collectives' buffers.
         memory_bandwidth: bytes per second of device memory, as stated by the maker.

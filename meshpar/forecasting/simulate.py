@@ -33,11 +33,12 @@ from meshpar.core.patterns import kind_of
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
 from meshpar.forecasting.trace import Trace, all_reduce
+from meshpar.optim.matrices import parameter_groups
 from meshpar.passes.pipeline.messages import Header
 from meshpar.passes.pipeline.running import Layers
 from meshpar.plan import Plan
 from meshpar.state import initialize
-from meshpar.step.placements import local_tensor
+from meshpar.step.placements import buckets, local_tensor, summed_in
 
 ALLOCATOR_ROUNDING = 512
 """Bytes to which torch's CUDA allocator rounds every request."""
@@ -271,8 +272,6 @@ def stages_of(plan: Plan) -> int:
 
 def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
     """Simulate one rank. ``forms``: of what stages send each other, which earlier stages find and later ones get."""
-    from meshpar.training.optimizer import AdamWSettings, build_adamw
-
     plan, compiled = _uncompiled(job.plan)
     # One thread: an error in a thread that autograd keeps for a device written in Python ends the process without a
     # word.
@@ -296,7 +295,9 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
                 initialize.allocate(frozen.module, frozen.device, frozen.home)
             frozen_modules.append(frozen.module)
         optimizer = (
-            build_adamw(par.module, AdamWSettings(fused=True)) if job.optimizer is None else job.optimizer(par.module)
+            torch.optim.AdamW(parameter_groups(par.module, 0.1), fused=True)
+            if job.optimizer is None
+            else job.optimizer(par.module)
         )
         _fill_state(par.module, optimizer)
         device.begin(None)
@@ -323,9 +324,7 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
 
 
 def _sum_over_replicas(job: Simulation, module: nn.Module, recorder: Recorder) -> None:
-    """Add up the gradients, as :class:`meshpar.training.summed.Summed` does."""
-    from meshpar.training.summed import buckets, summed_in
-
+    """Add up the gradients, as replicas that may be lost do."""
     for bucket in buckets(parameter for parameter in module.parameters() if parameter.grad is not None):
         dtype = summed_in(bucket[0].dtype)
         size = sum(local_tensor(parameter).numel() for parameter in bucket) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Which parameters of a model are matrices, and where in a parameter each of its matrices is."""
+"""Which parameters of a model decay, which are matrices, and where in a parameter each of its matrices is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from meshpar.core.errors import MeshparError
+from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import covers, matches
 from meshpar.passes.data.whole_parameters import is_transposed
@@ -57,11 +57,11 @@ class Matrices:
         ends = [shape[split] * end // sum(self._sizes) for end in itertools.accumulate(self._sizes, initial=0)]
         for index in range(shape[0]) if self.stacked else (None,):
             for start, end in itertools.pairwise(ends):
-                found = list(whole)
-                found[split] = slice(start, end)
+                spans = list(whole)
+                spans[split] = slice(start, end)
                 if index is not None:
-                    found[0] = slice(index, index + 1)
-                yield tuple(found)
+                    spans[0] = slice(index, index + 1)
+                yield tuple(spans)
 
     def shape_of(self, place: Sequence[slice]) -> tuple[int, int]:
         """Return rows and columns of the matrix at ``place``; later dims are columns too."""
@@ -72,23 +72,14 @@ class Matrices:
 def matrices_of(
     name: str, parameter: Tensor, module: nn.Module, layout: ModelLayout, *, per_head: bool
 ) -> Matrices | None:
-    """Return the matrices of a parameter of the model; None: it has none, and AdamW trains it.
-
-    Args:
-        name: in the model.
-        parameter: whole shape.
-        module: the outermost module.
-        layout: its description.
-        per_head: each head of a projection in ``layout.tensor.heads`` is a matrix.
-
-    Raises:
-        MeshparError: it has three dims or more, and is neither experts nor a convolution.
+    """Return the matrices of a parameter of the model; None: it has none, and AdamW trains it. ``per_head``: each head
+    of a projection in ``layout.tensor.heads`` is one. Raises MeshparError where nothing says what they are.
     """
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if parameter.ndim < 2 or isinstance(owner, nn.Embedding | nn.EmbeddingBag) or _is_head(path, layout):
         return None
-    parts, dim = _fused(path, leaf, parameter.ndim, owner, layout)
+    parts, dim = _find_fused(path, leaf, parameter.ndim, owner, layout)
     if any(matches(pattern, path) for pattern in layout.experts.modules) and parameter.ndim > 2:
         return Matrices(stacked=True, dim=dim, parts=parts)
     if isinstance(owner, _CONVOLUTIONS):
@@ -107,16 +98,32 @@ def matrices_of(
     return Matrices(dim=dim, parts=parts)
 
 
+def parameter_groups(module: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
+    """Return the trainable parameters as groups of an optimizer: those with two dims or more decay, the others do not.
+    ``weight_decay`` None: one group, without decay. Raises RecipeError if no parameter requires a gradient.
+    """
+    groups: dict[float, dict[str, Any]] = {}
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            continue
+        decay = 0.0 if weight_decay is None or parameter.ndim < 2 else weight_decay
+        group = groups.setdefault(decay, {"params": []} | ({} if weight_decay is None else {"weight_decay": decay}))
+        group["params"].append(parameter)
+    if not groups:
+        raise RecipeError("no parameter of the model requires a gradient; there is nothing to train")
+    return list(groups.values())
+
+
 def _is_head(path: str, layout: ModelLayout) -> bool:
     """Tell a layer that makes logits, or a table over the vocabulary."""
     style = _style(path, layout)
     if isinstance(style, Vocabulary | FeatureTable) or (isinstance(style, Colwise) and style.gather == "loss"):
         return True
-    inside = any(covers(pattern, path) for pattern in layout.blocks)
-    return path == layout.head if layout.head else path.rpartition(".")[2] in _HEADS and not inside
+    in_block = any(covers(pattern, path) for pattern in layout.blocks)
+    return path == layout.head if layout.head else path.rpartition(".")[2] in _HEADS and not in_block
 
 
-def _fused(path: str, leaf: str, ndim: int, owner: nn.Module, layout: ModelLayout) -> tuple[int, int]:
+def _find_fused(path: str, leaf: str, ndim: int, owner: nn.Module, layout: ModelLayout) -> tuple[int, int]:
     """Return how many equal projections a parameter fuses, and along which dim of a matrix."""
     style = _style(path, layout)
     if isinstance(style, Colwise):
@@ -129,5 +136,5 @@ def _fused(path: str, leaf: str, ndim: int, owner: nn.Module, layout: ModelLayou
 
 
 def _style(path: str, layout: ModelLayout) -> Any:  # noqa: ANN401 - a style, or None
-    found = next((style for pattern, style in layout.tensor.styles.items() if matches(pattern, path)), None)
-    return None if found is None else parse(found)
+    described = next((style for pattern, style in layout.tensor.styles.items() if matches(pattern, path)), None)
+    return None if described is None else parse(described)

@@ -110,13 +110,14 @@ class Muon(torch.optim.Optimizer):
         rest = {"rule": "adamw", "lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.95), "eps": 1e-8}
         rest |= {key: tuple(value) if key == "betas" else value for key, value in (adamw or {}).items()}
         _check(muon, adamw or {}, groups or {})
-        found = _sorted(module, common | muon, common | rest, groups or {}, per_head=per_head)
+        groups_of_both = _sort_groups(module, common | muon, common | rest, groups or {}, per_head=per_head)
         # which holds its parameters: the number of one that is gone may be another's
         self._planned: tuple[list[Tensor], list[_Exchange]] = ([], [])
-        super().__init__(found, {})
+        super().__init__(groups_of_both, {})
         self._shares = functools.cache(shares)  # of a layout, of which many parameters have the same
-        for parameter in (one for group in self.param_groups if group["rule"] == "muon" for one in group["params"]):
-            self._owners(parameter)
+        for group in self.param_groups:
+            for parameter in group["params"] if group["rule"] == "muon" else ():
+                self._owners(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -142,25 +143,25 @@ class Muon(torch.optim.Optimizer):
                 state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
             state["step"] += 1
             lr, (beta1, beta2), step = float(group["lr"]), group["betas"], state["step"]
-            held, grad = local_tensor(parameter), local_gradient(parameter)
+            local, grad = local_tensor(parameter), local_gradient(parameter)
             first, second = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
-            held.mul_(1 - lr * group["weight_decay"])
+            local.mul_(1 - lr * group["weight_decay"])
             first.lerp_(grad, 1 - beta1)
             second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             root = second.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-            held.addcdiv_(first, root, value=-lr / (1 - beta1**step))
+            local.addcdiv_(first, root, value=-lr / (1 - beta1**step))
 
     def _step_muon(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        held, grads, momenta = [], [], []
+        weights, grads, momenta = [], [], []
         for parameter, group in matrices:
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            held.append(local_tensor(parameter))
+            weights.append(local_tensor(parameter))
             grads.append(local_gradient(parameter))
             momenta.append(local_tensor(state["momentum_buffer"]))
             momenta[-1].lerp_(grads[-1], 1 - group["momentum"])
-            held[-1].mul_(1 - float(group["lr"]) * group["weight_decay"])
+            weights[-1].mul_(1 - float(group["lr"]) * group["weight_decay"])
 
         def part_of(piece: Piece, place: Place) -> Tensor:
             group = matrices[piece.parameter][1]
@@ -172,7 +173,7 @@ class Muon(torch.optim.Optimizer):
             return orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
         def put(piece: Piece, place: Place, update: Tensor) -> None:
-            group, part = matrices[piece.parameter][1], held[piece.parameter][place]
+            group, part = matrices[piece.parameter][1], weights[piece.parameter][place]
             rate = float(group["lr"]) * adjusted(group["adjust_lr_fn"], piece.shape)
             part.add_(update.to(part.device), alpha=-rate)
 
@@ -190,15 +191,15 @@ class Muon(torch.optim.Optimizer):
         if [*map(id, self._planned[0])] != [*map(id, trained)]:
             sets: dict[tuple[Any, ...], tuple[Owners, list[Piece], Tensor]] = {}
             for number, (parameter, group) in enumerate(matrices):
-                owners, held = self._owners(parameter)
+                owners, parts = self._owners(parameter)
                 kind = Matrices(**{name: group[name] for name in _SHAPES})
                 like = torch.empty(0, device=_device(parameter), dtype=_DTYPES[group["ns_dtype"]])
                 _, pieces, _ = sets.setdefault(
                     (owners.ranks, owners.replicas, like.device, like.dtype), (owners, [], like)
                 )
                 pieces += [
-                    Piece(parameter=number, place=place, shape=kind.shape_of(place), held=held)
-                    for place in kind.of(parameter.shape)
+                    Piece(parameter=number, place=span, shape=kind.shape_of(span), held=parts)
+                    for span in kind.of(parameter.shape)
                 ]
             rounds = [
                 (owners, one_round, like)
@@ -210,19 +211,17 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Return about the nearest semi-orthogonal matrix, by Newton-Schulz iterations in the dtype of ``matrix``, whose
-    memory is used.
-
-    The operations are those of torch.optim.Muon, one by one, so that the results have the same bits.
+    """Return about the nearest semi-orthogonal matrix, by Newton-Schulz iterations in the memory and dtype of
+    ``matrix``. The operations are those of torch.optim.Muon, one by one, so that the results have the same bits.
     """
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
-    found = matrix.T if tall else matrix
-    found.div_(found.norm().clamp(min=eps))
+    wide = matrix.T if tall else matrix
+    wide.div_(wide.norm().clamp(min=eps))
     for _ in range(steps):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if tall else found
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if tall else wide
 
 
 def adjusted(how: str | None, shape: Sequence[int]) -> float:
@@ -238,7 +237,7 @@ def _device(parameter: Tensor) -> torch.device:
     return here if here.type in (kind, "meta") else torch.device(kind)
 
 
-def _sorted(
+def _sort_groups(
     module: nn.Module,
     muon: Mapping[str, Any],
     rest: Mapping[str, Any],
@@ -260,8 +259,8 @@ def _sorted(
         if options.get("rule") == "adamw":
             said = None
         elif not options.keys() & {"rule", *_SHAPES} or parameter.ndim < 2:
-            found = [matrices_of(name, parameter, module, layout, per_head=per_head) for name in every]
-            said = None if None in found else found[0]
+            described = [matrices_of(name, parameter, module, layout, per_head=per_head) for name in every]
+            said = None if None in described else described[0]
         if said is not None and (problem := said.problem(parameter.shape)):
             raise MeshparError(f"{every[0]}, of shape {tuple(parameter.shape)}, {problem}")
         group = dict(rest) if said is None else {**muon, **asdict(said)}
@@ -281,10 +280,10 @@ def _check(muon: Mapping[str, Any], adamw: Mapping[str, Any], groups: Mapping[st
     for name, words in (("adjust_lr_fn", (None, "original", "match_rms_adamw")), ("ns_dtype", _DTYPES)):
         wanted.append((name, muon[name] in words, f"one of {', '.join(map(str, words))}"))
     problems = [f"{name} must be {what}, got {muon[name]!r}" for name, fits, what in wanted if not fits]
-    for what, known, given in (
+    for what, allowed, keys in (
         ("adamw has", ("betas", "eps", "lr", "weight_decay"), adamw),
         ("groups have", sorted(_KNOWN), itertools.chain.from_iterable(groups.values())),
     ):
-        problems += [f"{what} no option {key!r}; there are {', '.join(known)}" for key in given if key not in known]
+        problems += [f"{what} no option {key!r}; there are {', '.join(allowed)}" for key in keys if key not in allowed]
     if problems:
         raise MeshparError("Muon: " + "; ".join(problems))

@@ -46,8 +46,8 @@ class Piece:
 
     def of_rank(self, rank: int) -> Place | None:
         """Return the part of the matrix that a rank holds, in the whole parameter; None: no part."""
-        both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(self.place, self.held[rank])]
-        return tuple(both) if all(span.start < span.stop for span in both) else None
+        overlap = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(self.place, self.held[rank])]
+        return tuple(overlap) if all(span.start < span.stop for span in overlap) else None
 
 
 Parts = list[tuple[Piece, Place]]
@@ -80,10 +80,6 @@ class Owners:
         ranks: global ranks among which it is split, in the order of ``group``.
         group: their process group; None: this rank alone.
         replicas: the process group of the ranks that hold the same part; None: no other rank does.
-
-    Attributes:
-        rank: this rank's place in ``group``.
-        replica: this rank's place in ``replicas``, which has ``copies`` ranks.
     """
 
     def __init__(
@@ -94,33 +90,30 @@ class Owners:
         self.replica, self.copies = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
 
     def rounds(self, pieces: Sequence[Piece], most: int) -> list[Round]:
-        """Return the matrices of each round: the largest first, round robin.
-
-        Args:
-            pieces: all matrices, in the same order on every rank.
-            most: elements that an owner gets in a round, except that a single matrix may be larger.
+        """Return the matrices of each round: the largest first, round robin. An owner gets at most ``most`` elements in
+        a round, or one matrix. ``pieces`` come in the same order on every rank.
         """
-        found, load = list[list[list[Piece]]](), [0] * (len(self.ranks) * self.copies)
+        rounds, load = list[list[list[Piece]]](), [0] * (len(self.ranks) * self.copies)
         # by the multiplications of one product
         for turn, piece in enumerate(sorted(pieces, key=lambda piece: -math.prod(piece.shape) * min(piece.shape))):
             owner, elements = turn % len(load), math.prod(piece.shape)
-            if not found or (load[owner] and load[owner] + elements > most):
-                found.append([[] for _ in load])
+            if not rounds or (load[owner] and load[owner] + elements > most):
+                rounds.append([[] for _ in load])
                 load = [0] * len(load)
-            found[-1][owner].append(piece)
+            rounds[-1][owner].append(piece)
             load[owner] += elements
-        return [self._round(work, most) for work in found]
+        return [self._round(work, most) for work in rounds]
 
     def _round(self, work: list[list[Piece]], most: int) -> Round:
         """Return a round of the matrices of each owner: the first rank's in every replica, the second one's, ..."""
         owned, copies = work[self.rank * self.copies + self.replica], range(self.copies)
         theirs = [_parts(owned, rank) for rank in range(len(self.ranks))]
-        mine = [[_parts(pieces, self.rank) for pieces in work[copy :: self.copies]] for copy in copies]
+        own_parts = [[_parts(pieces, self.rank) for pieces in work[copy :: self.copies]] for copy in copies]
         few = max(most // self.copies, _LEAST)
-        turns = itertools.zip_longest(*(_in_turns(_joined(parts), few) for parts in mine), fillvalue=Parts())
-        to_me, to_owners = ([*map(_total, parts)] for parts in (theirs, mine[self.replica]))
-        going = _joined(mine[self.replica])
-        return Round(owned, _joined(theirs), going, to_me, to_owners, [*map(list, turns)])
+        turns = itertools.zip_longest(*(_in_turns(_join(parts), few) for parts in own_parts), fillvalue=Parts())
+        to_me, to_owners = ([*map(_total, parts)] for parts in (theirs, own_parts[self.replica]))
+        going = _join(own_parts[self.replica])
+        return Round(owned, _join(theirs), going, to_me, to_owners, [*map(list, turns)])
 
     def run(
         self,
@@ -147,12 +140,12 @@ class Owners:
         for (piece, part), values in zip(work.came, received.split([_count(part) for _, part in work.came])):
             whole[id(piece)][_within(part, piece.place)] = values.view(_shape(part))
         for piece in work.owned:
-            found = compute(piece, whole.pop(id(piece)).view(piece.shape))
-            whole[id(piece)] = found.reshape(_shape(piece.place))
+            result = compute(piece, whole.pop(id(piece)).view(piece.shape))
+            whole[id(piece)] = result.reshape(_shape(piece.place))
         back = [whole[id(piece)][_within(part, piece.place)] for piece, part in work.came]
         results = self._exchange(back, work.to_me, work.to_owners, like)
-        for turn, own in zip(work.turns, results.split([_total(turn[self.replica]) for turn in work.turns])):
-            for parts, values in zip(turn, self._over_replicas(own, max(map(_total, turn)))):
+        for turn, results_here in zip(work.turns, results.split([_total(turn[self.replica]) for turn in work.turns])):
+            for parts, values in zip(turn, self._over_replicas(results_here, max(map(_total, turn)))):
                 sizes = [_count(part) for _, part in parts]
                 for (piece, part), update in zip(parts, values[: sum(sizes)].split(sizes)):
                     put(piece, _within(part, piece.held[here]), update.view(_shape(part)))
@@ -176,19 +169,19 @@ class Owners:
 
 def _in_turns(parts: Parts, most: int) -> list[Parts]:
     """Divide parts, in order, among turns of ``most`` elements, or of one row."""
-    found, left = list[Parts](), 0
+    turns, room = list[Parts](), 0
     for piece, part in parts:
         # what is before the first dim of several has one element: consecutive rows of it have consecutive elements
         dim = next((dim for dim, size in enumerate(_shape(part)) if size > 1), 0)
         start, stop, row = part[dim].start, part[dim].stop, _count(part[dim + 1 :])
         while start < stop:
-            if left < row:
-                found.append([])
-                left = max(most, row)
-            end = min(stop, start + left // row)
-            found[-1].append((piece, (*part[:dim], slice(start, end), *part[dim + 1 :])))
-            start, left = end, left - (end - start) * row
-    return found
+            if room < row:
+                turns.append([])
+                room = max(most, row)
+            end = min(stop, start + room // row)
+            turns[-1].append((piece, (*part[:dim], slice(start, end), *part[dim + 1 :])))
+            start, room = end, room - (end - start) * row
+    return turns
 
 
 def _parts(pieces: Sequence[Piece], rank: int) -> Parts:
@@ -196,7 +189,7 @@ def _parts(pieces: Sequence[Piece], rank: int) -> Parts:
     return [(piece, part) for piece in pieces if (part := piece.of_rank(rank))]
 
 
-def _joined(parts: Iterable[Parts]) -> Parts:
+def _join(parts: Iterable[Parts]) -> Parts:
     return [*itertools.chain.from_iterable(parts)]
 
 
@@ -218,9 +211,9 @@ def _within(part: Place, origin: Place) -> Place:
 
 
 def shares(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Owners, list[Place]]:
-    """Return the ranks that divide the computation for a DTensor, and the part of the whole that each of those holds
-    among which it is split. Of several axes that repeat it, the largest divides the computation. Collective over the
-    mesh where several axes split a parameter for the first time.
+    """Return the ranks that divide the computation for a DTensor, and the part of the whole that each holds. Of several
+    axes that repeat it, the largest divides. Collective over the mesh where several axes split a parameter for the
+    first time.
     """
     several = [axis for axis, size in enumerate(mesh.shape) if size > 1]
     split = [axis for axis in several if shard_dim(placements[axis]) is not None]

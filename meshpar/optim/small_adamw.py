@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 import meshpar._torch.foreach as foreach
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
+from meshpar.optim.matrices import parameter_groups
 from meshpar.parallelized import Parallelized
 from meshpar.state.full import BLOCKS
 from meshpar.step.placements import held_by_this_rank, local_gradient, local_tensor, placed_like, shard_dim
-from meshpar.training.optimizer import parameter_groups
 
 BLOCK = 256
 """Consecutive numbers of a row that share a scale."""
@@ -132,8 +132,8 @@ class SmallAdamW(torch.optim.Optimizer):
         tensors = {"parameter": parameter, "grad": local_gradient(parameter).contiguous(), **state}
         tensors.pop("step")
         parts = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
-        held, width = parts["parameter"], parameter.shape[-1] if parameter.ndim else 1
-        options = (id(group), kind, state["step"], parameter.ndim == 1, held.dtype, parts["exp_avg"].dtype, held.device)
+        part, width = parts["parameter"], parameter.shape[-1] if parameter.ndim else 1
+        options = (id(group), kind, state["step"], parameter.ndim == 1, part.dtype, parts["exp_avg"].dtype, part.device)
         # with placements, so that ranks that exchange the largest of blocks have those of the same rows
         alike = (*options, width, columns.start, columns.stop, placed if cut else None, *cut)
         if alike not in together:
@@ -193,17 +193,17 @@ class _Rows:
         first, second = 1 - beta1**self.count, math.sqrt(1 - beta2**self.count)
         for chunk in self._chunks():
             moments = self._moments(chunk)
-            part = self._joined("parameter", chunk).to(torch.float32)
+            part = self._join("parameter", chunk).to(torch.float32)
             part.mul_(1 - lr * self.group["weight_decay"])
             part.sub_(moments[0].div(moments[1].sqrt().div_(second).add_(self.group["eps"])).mul_(lr / first))
-            self._write("parameter", chunk, self._rounded(part, "parameter", chunk))
+            self._write("parameter", chunk, self._round(part, "parameter", chunk))
             for number, (key, moment) in enumerate(zip(_MOMENTS, moments)):
                 if self.kind != "8bit":
-                    self._write(key, chunk, self._rounded(moment, key, chunk))
+                    self._write(key, chunk, self._round(moment, key, chunk))
                     continue
                 scales = self._largest_of(moment) if self.largest is None else self.largest[number, done:][: len(part)]
                 self._write(key + BLOCKS, chunk, scales)
-                self._write(key, chunk, self._coded(moment, scales, key, chunk))
+                self._write(key, chunk, self._encode(moment, scales, key, chunk))
             done += len(part)
         for key, largest in () if self.largest is None else zip(_MOMENTS, self.largest):
             blocks = self.parts[key + BLOCKS]  # a rank without columns has them, too
@@ -215,25 +215,25 @@ class _Rows:
         elements = min(256, max(16, *(part.numel() // _CHUNK for part in parts))) * _CHUNK
         elements = elements if runtime.queues(parts[0].device) else _CHUNK
         few = max(1, elements // max(1, self.columns.stop - self.columns.start))
-        found, left = list[tuple[int, slice]](), few
+        chunk, room = list[tuple[int, slice]](), few
         for number, part in enumerate(parts):
             start, end = 0, (len(part) if part.ndim > 1 else 1) if part.numel() else 0
             while start < end:
-                stop = min(end, start + left)
-                found.append((number, slice(start, stop)))
-                left, start = left - (stop - start), stop
-                if not left:
-                    yield found
-                    found, left = [], few
-        if found:
-            yield found
+                stop = min(end, start + room)
+                chunk.append((number, slice(start, stop)))
+                room, start = room - (stop - start), stop
+                if not room:
+                    yield chunk
+                    chunk, room = [], few
+        if chunk:
+            yield chunk
 
     def _of(self, key: str, chunk: _Chunk) -> list[Tensor]:
         """Return the memory of rows, parameter by parameter."""
         chosen = ((self.parts[key][number], rows) for number, rows in chunk)
         return [part if part.ndim == 1 or rows == slice(0, len(part)) else part[rows] for part, rows in chosen]
 
-    def _joined(self, key: str, chunk: _Chunk) -> Tensor:
+    def _join(self, key: str, chunk: _Chunk) -> Tensor:
         """Return a copy of rows."""
         joined = torch.cat(self._of(key, chunk))
         return joined if joined.ndim > 1 else joined.view(len(chunk), -1)
@@ -244,27 +244,27 @@ class _Rows:
 
     def _moments(self, chunk: _Chunk) -> list[Tensor]:
         """Return the moments after this step, in float32, by operations that round once, each alone."""
-        grad = self._joined("grad", chunk).to(torch.float32)
+        grad = self._join("grad", chunk).to(torch.float32)
         beta1, beta2 = self.group["betas"]
         first = self._read("exp_avg", chunk).mul_(beta1).add_(grad.mul(1 - beta1))
         return [first, self._read("exp_avg_sq", chunk).mul_(beta2).add_(grad.mul_(grad).mul_(1 - beta2))]
 
     def _read(self, key: str, chunk: _Chunk) -> Tensor:
-        stored = self._joined(key, chunk)
+        stored = self._join(key, chunk)
         if self.kind != "8bit":
             return stored.to(torch.float32)
-        scales = self._joined(key + BLOCKS, chunk)
+        scales = self._join(key + BLOCKS, chunk)
         return self._codes(key).values[stored.to(torch.int32)].mul_(self._spread(scales))
 
     def _largest_of(self, moment: Tensor) -> Tensor:
         """Return the largest absolute number of each block of whole rows, (rows, blocks); 0 for what others hold."""
-        found = moment.new_zeros(len(moment), -(-self.width // BLOCK))
+        largest = moment.new_zeros(len(moment), -(-self.width // BLOCK))
         first, start = divmod(self.columns.start, BLOCK)
         whole = nn.functional.pad(moment.abs(), (start, -self.columns.stop % BLOCK))
-        found[:, first : first + whole.shape[1] // BLOCK] = whole.view(len(moment), -1, BLOCK).amax(2)
-        return found
+        largest[:, first : first + whole.shape[1] // BLOCK] = whole.view(len(moment), -1, BLOCK).amax(2)
+        return largest
 
-    def _coded(self, moment: Tensor, scales: Tensor, key: str, chunk: _Chunk) -> Tensor:
+    def _encode(self, moment: Tensor, scales: Tensor, key: str, chunk: _Chunk) -> Tensor:
         codes = self._codes(key)
         scaled = moment.div(self._spread(scales).clamp_(min=torch.finfo(torch.float32).tiny))
         if not self.group["stochastic"]:
@@ -274,7 +274,7 @@ class _Rows:
         chance = self._bits(key, chunk).bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(2.0**-24)
         return below.add_(chance < (scaled - low).div_(high - low)).to(torch.uint8)
 
-    def _rounded(self, values: Tensor, key: str, chunk: _Chunk) -> Tensor:
+    def _round(self, values: Tensor, key: str, chunk: _Chunk) -> Tensor:
         dtype = self.parts[key][0].dtype
         if dtype != torch.bfloat16 or not self.group["stochastic"]:
             return values.to(dtype)
@@ -285,8 +285,8 @@ class _Rows:
     def _spread(self, scales: Tensor) -> Tensor:
         """Return the scale of each number, (rows, columns), of the blocks' scales (rows, blocks)."""
         start, end = self.columns.start, self.columns.stop
-        held = scales[:, start // BLOCK : -(-end // BLOCK)].repeat_interleave(BLOCK, 1)
-        return held[:, start % BLOCK :][:, : end - start]
+        scales_here = scales[:, start // BLOCK : -(-end // BLOCK)].repeat_interleave(BLOCK, 1)
+        return scales_here[:, start % BLOCK :][:, : end - start]
 
     def _codes(self, key: str) -> _Codes:
         return self.codes_of(key == "exp_avg", self.parts["parameter"][0].device)
@@ -311,11 +311,7 @@ class _Rows:
 
 @final
 class _Codes:
-    """The values of a byte.
-
-    Attributes:
-        values: all 256, ascending.
-    """
+    """The 256 ``values`` of a byte, ascending."""
 
     def __init__(self, signed: bool, device: torch.device) -> None:
         self.values = torch.tensor(_tree(signed), dtype=torch.float32, device=device)
@@ -349,14 +345,14 @@ def _share_largest(cut: Sequence[_Rows]) -> None:
 
 def _runs(leading: Sequence[slice], shape: Sequence[int]) -> list[tuple[int, int]]:
     """Return first and number of consecutive rows of the whole, of a slice of each dim before the last."""
-    found = [(0, 1)]
-    for place, size in zip(leading, shape):
-        held = place.stop - place.start
-        if held == size:
-            found = [(first * size, count * size) for first, count in found]
+    runs = [(0, 1)]
+    for span, size in zip(leading, shape):
+        rows = span.stop - span.start
+        if rows == size:
+            runs = [(first * size, count * size) for first, count in runs]
         else:
-            found = [((first + row) * size + place.start, held) for first, count in found for row in range(count)]
-    return found or [(0, 0)]
+            runs = [((first + row) * size + span.start, rows) for first, count in runs for row in range(count)]
+    return runs or [(0, 0)]
 
 
 def _zeros(parameter: Tensor, kind: str) -> dict[str, Any]:
@@ -375,10 +371,10 @@ def _zeros(parameter: Tensor, kind: str) -> dict[str, Any]:
 @functools.cache
 def _tree(signed: bool) -> tuple[float, ...]:
     """Return the values of dynamic tree quantisation: decades down to 1e-7, the larger ones divided more finely."""
-    found = [0.0, 1.0]
+    values = [0.0, 1.0]
     for decade in range(7):
         count = 2 ** (decade if signed else decade + 1)
         ends = [0.1 + 0.9 * number / count for number in range(count + 1)]
         middles = [(low + high) / 2 * 10.0 ** (decade - 6) for low, high in itertools.pairwise(ends)]
-        found += middles if not signed else [sign * middle for middle in middles for sign in (-1, 1)]
-    return tuple(sorted(found))
+        values += middles if not signed else [sign * middle for middle in middles for sign in (-1, 1)]
+    return tuple(sorted(values))

@@ -5,7 +5,7 @@ clipping by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,8 @@ from torch.distributed.tensor.placement_types import Placement
 import meshpar._torch.foreach as foreach
 from meshpar._torch.dtensor import StridedShard, quiet_gathers
 from meshpar.core.errors import MeshparError
+
+_BUCKET = 1 << 22  # elements
 
 
 def shard_dim(placement: Placement) -> int | None:
@@ -275,6 +277,24 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     norms = [torch.stack(foreach.norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()]
     stacked = torch.cat([norm.to(device, non_blocking=True) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+
+
+def buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parameters of one dtype whose gradients or values travel together, in their order."""
+    bucket, size = list[Tensor](), 0
+    for parameter in parameters:
+        if bucket and (parameter.dtype != bucket[0].dtype or size >= _BUCKET):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += local_tensor(parameter).numel()
+    if bucket:
+        yield bucket
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of a dtype are added up."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:

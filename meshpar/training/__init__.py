@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING
 from meshpar.process.imports import lazily
 
 if TYPE_CHECKING:
+    from meshpar.process.accelerators import peak_flops
     from meshpar.training.data import Batches, LoaderSettings
     from meshpar.training.elastic import Change, Replicas
     from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples
     from meshpar.training.examples import ExampleFile, ExampleSplit
     from meshpar.training.experts import ExpertLoad
     from meshpar.training.generating import generate, log_likelihoods
+    from meshpar.training.lighthouse import Lighthouse
     from meshpar.training.loop import Trainer
     from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
-    from meshpar.training.metrics import peak_flops, peak_memory
+    from meshpar.training.metrics import peak_memory
     from meshpar.training.objectives import CausalLM, Distillation, Objective, Seq2Seq, SequenceClassification, freeze
     from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw, scale_rates
-    from meshpar.training.quorum import Lighthouse
     from meshpar.training.samples import LabelledExamples, MixedSamples, PackedTokens, PairedExamples
     from meshpar.training.settings import TrainSettings
     from meshpar.training.tokens import TokenFile, write_tokens
@@ -77,12 +78,12 @@ _HOMES = {
     "examples": ("ExampleFile", "ExampleSplit"),
     "experts": ("ExpertLoad",),
     "generating": ("generate", "log_likelihoods"),
+    "lighthouse": ("Lighthouse",),
     "loop": ("Trainer",),
     "lora": ("Adapters", "LoRA", "WithAdapters", "add_adapters"),
     "metrics": ("peak_flops", "peak_memory"),
     "objectives": ("CausalLM", "Distillation", "Objective", "Seq2Seq", "SequenceClassification", "freeze"),
     "optimizer": ("AdamWSettings", "LossScaler", "Schedule", "build_adamw", "scale_rates"),
-    "quorum": ("Lighthouse",),
     "samples": ("LabelledExamples", "MixedSamples", "PackedTokens", "PairedExamples"),
     "settings": ("TrainSettings",),
     "tokens": ("TokenFile", "write_tokens"),

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, final
 
 from meshpar.core.errors import RecipeError
 from meshpar.process.imports import need
-from meshpar.training.records import RecordSource
+from meshpar.training.examples import RecordSource
 from meshpar.training.tables import TABLES, UNPLAIN, Reading, kind_of, records_of
 from meshpar.training.template import SAID, ChatTemplate, Message, Spans
 from meshpar.training.text import STDLIB, TextSource
-from meshpar.training.tokenizer import TextTokenizer, batched
+from meshpar.training.tokenizer import TextTokenizer, batch_items
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,53 +91,41 @@ class ChatSource:
         return self.template.on(datetime.fromtimestamp(newest, UTC))
 
     def conversations(self) -> Iterator[tuple[str, Spans]]:
-        """Yield the text of each conversation, and the spans of the assistant's turns.
-
-        Raises:
-            RecipeError: a record is no conversation, or the template refuses it: names the file, the line and the
-                remedy.
-        """
+        """Yield the text of each conversation, and the spans of the assistant's turns."""
         template = self._template()
         self.reading.begin()
         if self.inputs == (STDLIB,):
             for code, sentence in RecordSource(inputs=(STDLIB,), kind="pairs").records():
-                said = [
-                    {"role": "user", "content": QUESTION.format(code=code)},
-                    {"role": "assistant", "content": sentence},
-                ]
-                yield template.conversation(said)
+                question, answer = {"content": QUESTION.format(code=code)}, {"content": sentence}
+                yield template.conversation([{"role": "user", **question}, {"role": "assistant", **answer}])
             return
         tried = Counter[str]()
         for path in self.files():
             for number, record in records_of(path, _COLUMNS, self.reading):
                 if kind_of(path) in UNPLAIN:  # an empty row: other columns were not read, and are named in the error
-                    record = _without_nulls(record) or dict.fromkeys(next(records_of(path))[1])
+                    record = _drop_nulls(record) or dict.fromkeys(next(records_of(path))[1])
                 try:
                     messages, tools = messages_of(record)
-                    found = template.conversation(messages, tools)
+                    rendered = template.conversation(messages, tools)
                 except RecipeError as error:
                     self.reading.refuse(RecipeError(f"{path}:{number}: {error}"))
                     continue
                 names = {name for message in messages for name in message if tried[name] < _TRIED} - _KEYS
-                unread = template.unread(found[0], messages, tools, names)
+                unread = template.unread(rendered[0], messages, tools, names)
                 tried.update(unread)
                 for name in names - unread:
                     tried[name] = _TRIED
                     self.reading.unused.pop(name, None)
-                self.reading.leave(sorted(unread | _unused(record)), f"{path}:{number}")
-                yield found
+                self.reading.leave(sorted(unread | _unused_keys(record)), f"{path}:{number}")
+                yield rendered
 
     def documents(self) -> Iterator[str]:
         """Yield the text of each conversation, on which a tokenizer is trained."""
         return (text for text, _ in self.conversations())
 
     def token_pieces(self, tokenizer: TextTokenizer) -> Iterator[Piece]:
-        """Yield the ids of each conversation, and which of them count as labels: those that have a part of what the
-        assistant wrote.
-
-        A token may begin before it, with the space that ends the generation prompt.
-        """
-        for part in batched(self.conversations(), _BATCH):
+        """Yield the ids of each conversation, and which count as labels: those that overlap the assistant's text."""
+        for part in batch_items(self.conversations(), _BATCH):
             for (_, spans), (ids, places) in zip(
                 part, tokenizer.encode_with_places([text for text, _ in part]), strict=True
             ):
@@ -148,26 +136,21 @@ def _overlap(places: np.ndarray, spans: Spans) -> np.ndarray:
     """Return which tokens overlap a span, bool; ``places`` (N, 2): begins and ends, at least a character."""
     numpy = need("numpy")
     begins, ends = places[:, 0], numpy.maximum(places[:, 1], places[:, 0] + 1)
-    found = numpy.zeros(begins.size, dtype=bool)
+    overlaps = numpy.zeros(begins.size, dtype=bool)
     for begin, end in spans:
-        found |= (begins < end) & (ends > begin)
-    return found
+        overlaps |= (begins < end) & (ends > begin)
+    return overlaps
 
 
-def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - of a table
+def _drop_nulls(value: Any) -> Any:  # noqa: ANN401 - of a table
     """Return a value of a table's row without null keys: columns have the keys of all rows."""
     if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # noqa: ANN401 - of JSON
-    """Return the messages of a record in OpenAI's form, and its tools. The assistant's turns that do not count have
-    weight 0.
-
-    Raises:
-        RecipeError: it is no conversation; says what it has, what was expected and what to do.
-    """
+    """Return a record's messages in OpenAI's form, and its tools. Assistant's turns that do not count have weight 0."""
     if not isinstance(record, Mapping):
         raise RecipeError(
             f"got a {type(record).__name__}; expected an object with messages, conversations, or prompt and completion"
@@ -178,9 +161,9 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
             f"there are {sorted(record)}; expected messages, conversations, prompt and completion, or instruction and "
             "output: name them so"
         )
-    if left := [name for name in SAID if record.get(name)]:
+    if unread := [name for name in SAID if record.get(name)]:
         raise RecipeError(
-            f"{left[0]} is beside {form[0]}, where no template reads it; write it into a turn of the assistant (in "
+            f"{unread[0]} is beside {form[0]}, where no template reads it; write it into a turn of the assistant (in "
             "messages), or remove it"
         )
     if form[0] == "prompt":
@@ -200,8 +183,8 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
         question = "\n".join(record[name] for name in ("instruction", "input") if record.get(name))
         said = [*_turns(question, "user"), *_turns(record["output"], "assistant")]
     else:
-        said = _listed(_parsed(record[form[0]], form[0]))
-    messages = [_message(message, place) for place, message in enumerate(said, 1)]
+        said = _check_list(_parse_list(record[form[0]], form[0]))
+    messages = [_message(message, number) for number, message in enumerate(said, 1)]
     if record.get("system"):
         if messages and messages[0]["role"] == "system":
             raise RecipeError("turn 1 is the system's, and there is also a system key; keep one of the two")
@@ -216,7 +199,10 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
             f"no turn is the assistant's (roles: {', '.join(str(message['role']) for message in messages)}), so "
             "nothing is learned from it; remove the line, or name the assistant's turns role: assistant"
         )
-    return messages, _tools(record.get("tools"))
+    tools = _parse_list(record.get("tools"), "tools")
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise RecipeError(f"tools is {tools!r:.80}; expected a list of objects, one for each tool")
+    return messages, tools or None
 
 
 def _form(record: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -224,13 +210,13 @@ def _form(record: Mapping[str, Any]) -> tuple[str, ...] | None:
     return next((form for form in _FORMS if all(record.get(name) is not None for name in form[:2])), None)
 
 
-def _unused(record: Mapping[str, Any]) -> set[str]:
+def _unused_keys(record: Mapping[str, Any]) -> set[str]:
     """Return the keys of a conversation's record that nothing reads; nulls and empty values say nothing."""
     used = (*(_form(record) or ()), *_BESIDE)
     return {name for name, value in record.items() if name not in used and value not in (None, "", [], {})}
 
 
-def _parsed(value: Any, name: str) -> Any:  # noqa: ANN401 - of JSON
+def _parse_list(value: Any, name: str) -> Any:  # noqa: ANN401 - of JSON
     """Return a list that some data sets write as a text of JSON."""
     if not isinstance(value, str) or not value.strip():
         return value
@@ -240,22 +226,14 @@ def _parsed(value: Any, name: str) -> Any:  # noqa: ANN401 - of JSON
         raise RecipeError(f"{name} is a text that is not JSON ({error}); expected a list of objects") from error
 
 
-def _tools(value: Any) -> Sequence[Any] | None:  # noqa: ANN401 - of JSON
-    """Return the tools of a record."""
-    value = _parsed(value, "tools")
-    if value and not (isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)):
-        raise RecipeError(f"tools is {value!r:.80}; expected a list of objects, one for each tool")
-    return value or None
-
-
-def _listed(value: Any) -> list[Any]:  # noqa: ANN401 - of JSON
+def _check_list(value: Any) -> list[Any]:  # noqa: ANN401 - of JSON
     if not isinstance(value, list):
         raise RecipeError(f"the conversation is a {type(value).__name__}; expected a list of turns")
     return value
 
 
 def _turns(value: Any, role: str) -> list[Any]:  # noqa: ANN401 - of JSON
-    return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value)
+    return [{"role": role, "content": value}] if isinstance(value, str) else _check_list(value)
 
 
 def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
@@ -297,7 +275,7 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
             f"turn {place} ({role}) has weight {turn['weight']!r}; expected 0 (its tokens do not count) or 1"
         )
     more = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
-    if isinstance(calls := _parsed(more.get("tool_calls"), f"tool_calls of turn {place}"), list):
+    if isinstance(calls := _parse_list(more.get("tool_calls"), f"tool_calls of turn {place}"), list):
         more["tool_calls"] = [_call(call) for call in calls]
     return {**more, "role": role, "content": content or ""}
 

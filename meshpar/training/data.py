@@ -20,7 +20,7 @@ import torch
 from meshpar.core.errors import RecipeError
 from meshpar.process.imports import need
 from meshpar.process.signals import STOPPING
-from meshpar.training.order import Interleave, key_of, permuted
+from meshpar.training.order import Interleave, key_of, permute
 
 FILLER = -1  # the index of a sample that is fully masked: it fills the last global batch of an epoch
 
@@ -69,10 +69,8 @@ class LoaderSettings:
 @final
 @dataclass
 class OrderedBatches:
-    """The indices of one data rank's micro-batches, from a position to the end of its epoch; a batch sampler.
-
-    The micro-batches of all ranks together are consecutive samples of the step, so that one micro-batch has the same
-    samples on any mesh.
+    """The indices of one data rank's micro-batches to the end of the epoch; a batch sampler. The micro-batches of all
+    ranks are consecutive samples of the step, so that one micro-batch has the same samples on any mesh.
     """
 
     samples: int
@@ -104,50 +102,42 @@ class OrderedBatches:
                 indices = self.step(first, accumulate)
             else:
                 sources = self.mix.sources(counts, self.micro_batch * accumulate * self.data_size)
-                mine = self._mine(accumulate)
-                indices = self.mix.places(counts, sources, self.seed)[mine[mine < len(sources)]].tolist()
+                here = self._mine(accumulate)
+                indices = self.mix.places(counts, sources, self.seed)[here[here < len(sources)]].tolist()
                 counts = self.mix.after(counts, sources)
             indices += [FILLER] * (self.micro_batch * accumulate - len(indices))
             yield from (indices[row : row + self.micro_batch] for row in range(0, len(indices), self.micro_batch))
 
     def accumulated(self, place: int) -> tuple[int, float]:
-        """Return the micro-batches of the step that begins at a place, counted in samples from the beginning of the
-        first epoch, and the place from which it has others.
-        """
+        """Return the micro-batches of the step that begins at a place of all epochs, and where their number changes."""
         places = [*self.grow, math.inf]
         at = bisect_right(places, place)
         return self.grow[int(places[at - 1])], places[at]
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """Yield the first sample of each step, numbered in what is left of the epoch, and its micro-batches. A mix may
-        have no end.
-        """
-        first, left = 0, self.samples - self.consumed + len(self.returned)
-        endless, begin = self.mix is not None and self.mix.total is None, (self.epoch + 1) * self.samples - left
-        while endless or first < left:
+        """Yield the first sample of each step left of the epoch, and its micro-batches. A mix may have no end."""
+        first, remaining = 0, self.samples - self.consumed + len(self.returned)
+        endless, begin = self.mix is not None and self.mix.total is None, (self.epoch + 1) * self.samples - remaining
+        while endless or first < remaining:
             accumulate, _ = self.accumulated(begin + first)
             yield first, accumulate
             first += self.micro_batch * accumulate * self.data_size
 
     def places(self, first: int, count: int) -> list[int]:
-        """Return the places in the order of at most ``count`` samples that are left of the epoch, from the one
-        numbered ``first``.
-        """
+        """Return the places of at most ``count`` samples left of the epoch, from the one numbered ``first``."""
         back, start = self.returned[first : first + count], self.consumed + max(0, first - len(self.returned))
         return [*back, *range(start, min(start + count - len(back), self.samples))]
 
     def step(self, first: int, accumulate: int) -> list[int]:
-        """Return this rank's indices of the step of ``accumulate`` micro-batches that begins with the sample numbered
-        ``first`` of those that are left.
-        """
+        """Return this rank's indices of the step that begins with the ``first`` of the samples that are left."""
         whole = self.micro_batch * accumulate * self.data_size
-        mine, places = self._mine(accumulate), need("numpy").array(self.places(first, whole), dtype="int64")
-        return self.at(places[mine[mine < len(places)]])
+        here, places = self._mine(accumulate), need("numpy").array(self.places(first, whole), dtype="int64")
+        return self.at(places[here[here < len(places)]])
 
     def at(self, places: Sequence[int]) -> list[int]:
         """Return the indices of the samples at these places in the order of the epoch."""
-        found = need("numpy").array(places, dtype="int64")
-        return (found if self.seed is None else permuted(found, self.samples, key_of(self.seed, self.epoch))).tolist()
+        order = need("numpy").array(places, dtype="int64")
+        return (order if self.seed is None else permute(order, self.samples, key_of(self.seed, self.epoch))).tolist()
 
     def _mine(self, accumulate: int) -> Any:  # noqa: ANN401 - numpy is optional
         """Return the places of this rank's samples in a step, (accumulate x micro_batch,) int64."""
@@ -257,15 +247,15 @@ class Batches:
         """
         return self._steps(self._epoch * len(self.samples) + self._consumed - len(self._returned), epochs, batch)
 
-    def _steps(self, place: int, epochs: int, batch: int | None) -> int:
+    def _steps(self, position: int, epochs: int, batch: int | None) -> int:
         """Return the number of steps from a place in all epochs to the end of ``epochs`` of them."""
         count, steps = len(self.samples), 0
-        while place < epochs * count:
-            accumulate, until = self._sampler.accumulated(place)
+        while position < epochs * count:
+            accumulate, until = self._sampler.accumulated(position)
             size = batch or self.global_batch // self._sampler.accumulate * accumulate
-            end = (place // count + 1) * count
-            made = math.ceil((min(end, end if batch else until) - place) / size)
-            steps, place = steps + made, min(place + made * size, end)
+            end = (position // count + 1) * count
+            count_here = math.ceil((min(end, end if batch else until) - position) / size)
+            steps, position = steps + count_here, min(position + count_here * size, end)
         return steps
 
     def one_epoch(self) -> Iterator[list[TensorBatch]]:
@@ -319,11 +309,11 @@ class Batches:
         """
         self._place_sampler()
         sampler = self._sampler
-        mine = sampler.micro_batch * sampler.accumulate
+        count = sampler.micro_batch * sampler.accumulate
         indices = sampler.step(replica * sampler.global_batch, sampler.accumulate)
-        indices += [FILLER] * (mine - len(indices))
+        indices += [FILLER] * (count - len(indices))
         size = sampler.micro_batch
-        return [self.samples.__getitems__(indices[row : row + size]) for row in range(0, mine, size)]
+        return [self.samples.__getitems__(indices[row : row + size]) for row in range(0, count, size)]
 
     def has_share(self, replica: int) -> bool:
         """Return whether :meth:`share` has samples for this replica: at the end of an epoch it may have none."""
@@ -339,10 +329,10 @@ class Batches:
         size = size or self._sampler.global_batch
         whole = size * len(counted)
         lost = [
-            place
+            position
             for number, is_counted in enumerate(counted)
             if not is_counted
-            for place in self._sampler.places(number * size, size)
+            for position in self._sampler.places(number * size, size)
         ]
         self._consumed = min(len(self.samples), self._consumed + max(0, whole - len(self._returned)))
         self._returned = (*lost, *self._returned[whole:])
@@ -378,11 +368,11 @@ class Batches:
         Raises:
             RecipeError: the position belongs to other data or another order.
         """
-        mine = self.state_dict()
+        own_state = self.state_dict()
         differ = [
-            f"{name}: saved {state[name]!r}, now {mine[name]!r}"
+            f"{name}: saved {state[name]!r}, now {own_state[name]!r}"
             for name in ("seed", "data")
-            if state[name] != mine[name]
+            if state[name] != own_state[name]
         ]
         if differ:
             raise RecipeError(

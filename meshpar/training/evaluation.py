@@ -77,34 +77,36 @@ class MultipleChoice:
     def __init__(self, tokenizer: Tokenizer, *, path: str, delimiter: str = " ", batch: int = 8) -> None:
         self._encode, self._batch = tokenizer.encode, batch
         self._asked: list[tuple[str, list[str], int]] = []
-        place = path
+        line_of = path
         try:
             for number, line in enumerate(expanded(Path(path)).read_text(encoding="utf-8").splitlines(), 1):
-                place, found = f"{path}:{number}", json.loads(line)
-                text, right = found["question"], found["answer"]
-                given = [delimiter + str(one) for one in found["choices"]]
-                if not (text and 0 <= right < len(given)):
-                    raise ValueError(f"answer {right!r} is no place in {len(given)} choices, or the question is empty")
-                self._asked.append((text, given, right))
+                line_of, record = f"{path}:{number}", json.loads(line)
+                text, right = record["question"], record["answer"]
+                answers = [delimiter + str(choice) for choice in record["choices"]]
+                if not (text and 0 <= right < len(answers)):
+                    raise ValueError(
+                        f"answer {right!r} is no place in {len(answers)} choices, or the question is empty"
+                    )
+                self._asked.append((text, answers, right))
         except OSError as error:
             raise RecipeError(f"{path} cannot be read: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise RecipeError(f"{place} is no question: {error!r}; expected question, choices and answer") from error
+            raise RecipeError(f"{line_of} is no question: {error!r}; expected question, choices and answer") from error
         if not self._asked:
             raise RecipeError(f"{path} has no line; expected a question in each line")
 
     def __call__(self, par: Parallelized) -> dict[str, float | str]:
         """Return both accuracies. Collective."""
         pairs = [  # the tokens of a question, and those that an answer adds to them
-            (before := self._encode(text), self._encode(text + one)[len(before) :])
-            for text, given, _ in self._asked
-            for one in given
+            (before := self._encode(text), self._encode(text + choice)[len(before) :])
+            for text, choices, _ in self._asked
+            for choice in choices
         ]
         scores = iter(log_likelihoods(par, pairs, batch=self._batch))
         right = normed = 0
-        for _, given, answer in self._asked:
-            sums = [next(scores)[0] for _ in given]
-            rates = [value / len(one.encode()) for value, one in zip(sums, given, strict=True)]
+        for _, choices, answer in self._asked:
+            sums = [next(scores)[0] for _ in choices]
+            rates = [value / len(choice.encode()) for value, choice in zip(sums, choices, strict=True)]
             right += sums.index(max(sums)) == answer
             normed += rates.index(max(rates)) == answer
         return {"accuracy": right / len(self._asked), "accuracy_norm": normed / len(self._asked)}
@@ -131,8 +133,8 @@ class Samples:
         """Return the text after each prompt, by prompt. Collective."""
         asked, ends = [self.tokenizer.encode(text) for text in self.prompts], [self.tokenizer.eos_id]
         how: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
-        made = generate(par, asked, tokens=self.tokens, ends=ends, **how)
-        return {text: self.tokenizer.decode(one) for text, one in zip(self.prompts, made, strict=True)}
+        answers = generate(par, asked, tokens=self.tokens, ends=ends, **how)
+        return {text: self.tokenizer.decode(answer) for text, answer in zip(self.prompts, answers, strict=True)}
 
 
 @final
@@ -162,8 +164,8 @@ class Harness:
     batch: int = 8
 
     def __post_init__(self) -> None:
-        known = self._manager().all_tasks
-        if missing := [task for task in self.tasks if task not in known]:
+        available = self._manager().all_tasks
+        if missing := [task for task in self.tasks if task not in available]:
             raise MeshparError(f"the harness has no task {', '.join(missing)}; `lm_eval ls tasks` lists its tasks")
 
     def _manager(self) -> Any:  # noqa: ANN401 - of the harness
@@ -173,9 +175,9 @@ class Harness:
         """Return every metric as ``task/metric``. Collective."""
         harness = need("lm_eval", extra="lm-eval")
         config = getattr(par.module, "config", None)
-        known = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
-        length = self.length or next((number for number in known if number), 2048)
-        found = harness.simple_evaluate(
+        lengths = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+        length = self.length or next((number for number in lengths if number), 2048)
+        results = harness.simple_evaluate(
             model=_live(par, self.tokenizer, length, self.batch),
             tasks=list(self.tasks),
             task_manager=self._manager(),
@@ -188,7 +190,7 @@ class Harness:
         )
         return {
             f"{task}/{name.partition(',')[0]}": float(value)
-            for task, values in found["results"].items()
+            for task, values in results["results"].items()
             for name, value in values.items()
             if isinstance(value, int | float) and "stderr" not in name and name != "sample_len"
         }
@@ -201,9 +203,7 @@ def cut_pair(before: list[int], more: list[int], length: int) -> tuple[list[int]
 
 
 def cut_prompt(ids: list[int], most: int, length: int) -> tuple[list[int], int]:
-    """Return the end of a prompt and the most tokens after it: ``most`` where ``length`` has room, else those that half
-    of ``length`` or less as a prompt leaves.
-    """
+    """Return the end of a prompt, and at most ``most`` tokens after it, so that both fit into ``length``."""
     room = length - most if most < length else max(1, length // 2)
     ids = ids[-room:]
     return ids, min(most, max(1, length - len(ids)))
@@ -233,13 +233,13 @@ def _live(par: Parallelized, tokenizer: Tokenizer, length: int, batch: int) -> A
             answers = []
             for request in requests:
                 text, how = request.args
-                most, until = int(how.get("max_gen_toks", 256)), how.get("until") or []
+                limit, until = int(how.get("max_gen_toks", 256)), how.get("until") or []
                 drawn = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
-                ids, most = cut_prompt(tokenizer.encode(text) or [tokenizer.eos_id], most, length)
-                (made,) = generate(par, [ids], tokens=most, ends=[tokenizer.eos_id], temperature=drawn)
-                answer = tokenizer.decode(made)
+                ids, limit = cut_prompt(tokenizer.encode(text) or [tokenizer.eos_id], limit, length)
+                (continuation,) = generate(par, [ids], tokens=limit, ends=[tokenizer.eos_id], temperature=drawn)
+                answer = tokenizer.decode(continuation)
                 ends = [answer.find(stop) for stop in ([until] if isinstance(until, str) else until) if stop]
-                answers.append(answer[: min((place for place in ends if place >= 0), default=len(answer))])
+                answers.append(answer[: min((end for end in ends if end >= 0), default=len(answer))])
             return answers
 
     return Live()

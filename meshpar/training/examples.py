@@ -1,29 +1,164 @@
-"""Examples: a text with a target text or a label, as ids in memory-mapped arrays, prepared once."""
+"""Examples: a text with a target text or a label, from JSON lines or CSV, or from the source of Python's standard
+library; as ids in memory-mapped arrays, prepared once.
+"""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Literal, Self, final
 
 from meshpar.core.errors import RecipeError
 from meshpar.process.build_once import build_once
 from meshpar.process.imports import need
 from meshpar.training.order import check_held_out, held_out
-from meshpar.training.records import RecordSource
-from meshpar.training.tables import warn_of
-from meshpar.training.tokenizer import TextTokenizer, batched
+from meshpar.training.tables import TABLES, Reading, records_of, warn_of
+from meshpar.training.text import STDLIB, TextSource, standard_library, standard_library_root
+from meshpar.training.tokenizer import TextTokenizer, batch_items
 
 if TYPE_CHECKING:
     import numpy as np
 
-_FORMAT = 2
+TextPair = tuple[str, str]
+"""An input text, and a target text or a label."""
+
+_RECORDS_FORMAT, _FORMAT = 1, 2
 _BATCH = 1024
 _ABOUT = "examples.json"
+_SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)", re.DOTALL)
+_LEAST_WORDS, _MOST_WORDS = 3, 24
+_CLASSES, _LEAST_LINE = 12, 20
+_NO_CODE = "pydoc_data"  # the text of pydoc's help pages
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSource:
+    """Distinct records, in the same order on every rank.
+
+    Attributes:
+        inputs: ``.jsonl`` and ``.csv`` files, also with ``.gz`` behind, folders and globs; or ``stdlib`` alone.
+        kind: ``pairs`` or ``labels``. Pairs of ``stdlib`` are the source of every documented function with the first
+            sentence of its docstring. Labels of ``stdlib`` are lines of code with their module or package, of the
+            largest twelve.
+        field: key of the input text in a line of JSON.
+        output_field: key of the target text or of the label (text, an integer, true or false).
+        reading: whether to skip rows without both, and what reading found.
+    """
+
+    inputs: tuple[str, ...]
+    kind: Literal["pairs", "labels"]
+    field: str = "text"
+    output_field: str = "target"
+    reading: Reading = dataclasses.field(default_factory=Reading, compare=False)
+
+    def records(self) -> Iterator[TextPair]:
+        """Yield every record once."""
+        self.reading.begin()
+        if self.inputs == (STDLIB,):
+            records = documented_functions() if self.kind == "pairs" else lines_of_modules()
+        else:
+            records = (record for path in self.files() for record in self._table(path))
+        seen: set[bytes] = set()
+        for record in records:
+            digest = hashlib.blake2b("\0".join(record).encode(), digest_size=16).digest()
+            if digest not in seen and record[0].strip():
+                seen.add(digest)
+                yield record
+
+    def documents(self) -> Iterator[str]:
+        """Yield the inputs and targets, on which a tokenizer is trained."""
+        for text, output in self.records():
+            yield text
+            if self.kind == "pairs":
+                yield output
+
+    def fingerprint(self) -> str:
+        """Return a hash of the files' names, sizes and times and of the settings."""
+        files = TextSource(inputs=self.inputs, suffixes=TABLES).fingerprint()
+        skips = "\0skip" if self.reading.skip else ""
+        return hashlib.sha256(
+            f"{_RECORDS_FORMAT}\0{self.kind}\0{self.field}\0{self.output_field}\0{files}{skips}".encode()
+        ).hexdigest()
+
+    def files(self) -> list[Path]:
+        """Return the files; raises RecipeError if an input matches no file."""
+        return TextSource(inputs=self.inputs, suffixes=TABLES).files()
+
+    def _table(self, path: Path) -> Iterator[TextPair]:
+        for number, entry in records_of(path, [self.field, self.output_field], self.reading):
+            try:
+                pair = self._pair(entry, f"{path}:{number}")
+            except RecipeError as error:
+                self.reading.refuse(error)
+                continue
+            yield pair
+
+    def _pair(self, entry: object, place: str) -> TextPair:
+        keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+        text, output = (entry.get(key) if isinstance(entry, dict) else None for key in (self.field, self.output_field))
+        if not isinstance(text, str):
+            raise RecipeError(f"{place} has no text under {self.field!r}; it has {keys}; name the key with data.field")
+        if not isinstance(output, str if self.kind == "pairs" else (str, int)):
+            wanted, name = ("text", "target_field") if self.kind == "pairs" else ("label", "label_field")
+            raise RecipeError(
+                f"{place} has no {wanted} under {self.output_field!r}; it has {keys}; name the key with data.{name}"
+            )
+        self.reading.leave([name for name in keys if name not in (self.field, self.output_field)], place)
+        return text, str(output)
+
+
+def documented_functions() -> Iterator[TextPair]:
+    """Yield the source of every documented function of the standard library, and its docstring's first sentence."""
+    for path in standard_library():
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines(keepends=True)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and len(node.body) > 1:
+                sentence = first_sentence(ast.get_docstring(node) or "")
+                if sentence:
+                    yield _drop_docstring(node, lines), sentence
+
+
+def first_sentence(docstring: str) -> str:
+    """Return the first sentence of a docstring on one line; empty if its length is unusual."""
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    match = _SENTENCE.match(paragraph)
+    sentence = match[1] if match else paragraph
+    return sentence if _LEAST_WORDS <= len(sentence.split()) <= _MOST_WORDS else ""
+
+
+def lines_of_modules() -> Iterator[TextPair]:
+    """Yield lines of code that one module alone has, of the standard library's largest modules, with its name."""
+    root, homes = standard_library_root(), dict[str, set[str]]()
+    for path in standard_library():
+        module = path.relative_to(root).parts[0].removesuffix(".py")
+        for line in path.read_text(encoding="utf-8").splitlines():
+            text = line.strip()
+            if len(text) >= _LEAST_LINE and not text.startswith("#") and module != _NO_CODE:
+                homes.setdefault(text, set()).add(module)
+    only = {text: next(iter(modules)) for text, modules in homes.items() if len(modules) == 1}
+    counts = Counter(only.values())
+    largest = sorted(counts, key=lambda module: (-counts[module], module))[:_CLASSES]
+    yield from ((text, module) for text, module in only.items() if module in largest)
+
+
+def _drop_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
+    first, second = node.body[0], node.body[1]
+    body = (
+        lines[node.lineno - 1 : first.lineno - 1]
+        + lines[min(first.end_lineno or 0, second.lineno - 1) : node.end_lineno]
+    )
+    margin = " " * node.col_offset
+    return "".join(line.removeprefix(margin) for line in body).rstrip()
 
 
 @final
@@ -96,15 +231,10 @@ def prepare_examples(
     Args:
         source: the records.
         tokenizer: converts texts to ids.
-        cache: a folder that at least the ranks of one machine share. Folder names in it are hashes of everything they
-            depend on.
+        cache: a folder that at least the ranks of one machine share.
         validation: separate records for validation; their labels must be among the source's. None: none.
         validation_fraction: instead, this part of the source's records (at least one), chosen by ``seed``.
         seed: seed of the choice of records.
-
-    Raises:
-        RecipeError: there are no records or unknown labels, both ``validation`` and a fraction are given, or the
-            fraction is not in 0 to 1.
     """
     check_held_out(validation, validation_fraction)
     parts = (source.fingerprint(), None if validation is None else validation.fingerprint(), tokenizer.fingerprint())
@@ -113,9 +243,9 @@ def prepare_examples(
         Path(cache) / f"examples-{key}",
         lambda made: _write_all(made, source, validation, tokenizer, validation_fraction, seed),
     )
-    held, train = (folder / "validation").is_dir(), ExampleFile.open(folder / "train")
+    has_validation, train = (folder / "validation").is_dir(), ExampleFile.open(folder / "train")
     warn_of(train.notes)
-    return ExampleSplit(train=train, validation=ExampleFile.open(folder / "validation") if held else None)
+    return ExampleSplit(train=train, validation=ExampleFile.open(folder / "validation") if has_validation else None)
 
 
 def _write_all(
@@ -126,12 +256,12 @@ def _write_all(
     fraction: float,
     seed: int,
 ) -> None:
-    count, classes = _counted(source)
+    count, classes = _count_records(source)
     if not count or (source.kind == "labels" and len(classes) < 2):
         what = f"{count} records" + (f" of {len(classes)} classes" if count else "")
-        found = "".join(f"; {note}" for note in source.reading.notes())
+        notes = "".join(f"; {note}" for note in source.reading.notes())
         raise RecipeError(
-            f"{', '.join(source.inputs)} give {what}; give some{', of two classes at least' if count else ''}{found}"
+            f"{', '.join(source.inputs)} give {what}; give some{', of two classes at least' if count else ''}{notes}"
         )
     about: dict[str, Any] = {
         "vocab_size": tokenizer.vocab_size,
@@ -139,25 +269,25 @@ def _write_all(
         "pad_id": tokenizer.pad_id,
         "classes": classes,
     }
-    held = held_out(count, fraction, seed) if fraction else None
+    is_held_out = held_out(count, fraction, seed) if fraction else None
     names = ["train", *(["validation"] if validation is not None or fraction else [])]
     with ExitStack() as stack:
         writers = [stack.enter_context(_Writer(folder / name, about)) for name in names]
-        for place, part in _encoded(source, classes, tokenizer):
-            writers[0 if held is None else int(held[place])].add(*part)
+        for number, part in _encode_records(source, classes, tokenizer):
+            writers[0 if is_held_out is None else int(is_held_out[number])].add(*part)
         if validation is not None:
-            if strange := sorted(set(_counted(validation)[1]) - set(classes)):
+            if strange := sorted(set(_count_records(validation)[1]) - set(classes)):
                 raise RecipeError(
                     f"the validation data has labels that the training data lacks: {', '.join(strange[:5])}"
                 )
-            for _, part in _encoded(validation, classes, tokenizer):
+            for _, part in _encode_records(validation, classes, tokenizer):
                 writers[1].add(*part)
         about["notes"] = [
             note for samples in (source, validation) if samples is not None for note in samples.reading.notes()
         ]
 
 
-def _counted(source: RecordSource) -> tuple[int, list[str]]:
+def _count_records(source: RecordSource) -> tuple[int, list[str]]:
     """Return the number of records and the names of the labels; nothing else of them is held."""
     count, classes = 0, set[str]()
     for _, output in source.records():
@@ -167,17 +297,17 @@ def _counted(source: RecordSource) -> tuple[int, list[str]]:
     return count, sorted(classes)
 
 
-def _encoded(
+def _encode_records(
     source: RecordSource, classes: Sequence[str], tokenizer: TextTokenizer
 ) -> Iterator[tuple[int, tuple[Sequence[int], Sequence[int]]]]:
     """Yield each record's place and the ids of its input and output."""
-    numbers, place = {name: number for number, name in enumerate(classes)}, 0
-    for part in batched(source.records(), _BATCH):
+    numbers, count = {name: number for number, name in enumerate(classes)}, 0
+    for part in batch_items(source.records(), _BATCH):
         inputs = tokenizer.encode_inputs([text for text, _ in part], begin=bool(classes))
         written = [output for _, output in part]
         outputs = [[numbers[label]] for label in written] if classes else tokenizer.encode_inputs(written, begin=False)
-        yield from enumerate(zip(inputs, outputs), place)
-        place += len(part)
+        yield from enumerate(zip(inputs, outputs), count)
+        count += len(part)
 
 
 @final

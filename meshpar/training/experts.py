@@ -63,8 +63,8 @@ class ExpertLoad:
             module.register_forward_pre_hook(
                 partial(self._count, counts, module in in_order), with_kwargs=True, prepend=True
             )
-        for place, module in enumerate(_modules(par.module, par.layout.experts.routers)):
-            module.register_forward_hook(partial(self._route, place))
+        for number, module in enumerate(_modules(par.module, par.layout.experts.routers)):
+            module.register_forward_hook(partial(self._route, number))
 
     @eager
     def _count(
@@ -77,16 +77,16 @@ class ExpertLoad:
             weights = rows.ne(0).any(1)
             self._choices += weights.sum()
         else:
-            given = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
-            chosen = next(tensor for tensor in given if not tensor.is_floating_point())
+            tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
+            chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())
             weights = next(
-                (tensor for tensor in given if tensor.is_floating_point() and tensor.shape == chosen.shape),
+                (tensor for tensor in tensors if tensor.is_floating_point() and tensor.shape == chosen.shape),
                 torch.ones_like(chosen),
             )
             self._choices += chosen.numel()
         # what is no expert, the exchange refuses on all ranks
-        known = (weights != 0) & (chosen >= 0) & (chosen < len(counts))
-        counts.index_add_(0, chosen.flatten().clamp(0, len(counts) - 1), known.flatten().to(counts.dtype))
+        valid = (weights != 0) & (chosen >= 0) & (chosen < len(counts))
+        counts.index_add_(0, chosen.flatten().clamp(0, len(counts) - 1), valid.flatten().to(counts.dtype))
 
     @eager
     # whatever a router returns
@@ -118,7 +118,7 @@ class ExpertLoad:
 
         Collective: every rank calls it, after each forward that trains.
         """
-        logits, self._logits = [torch.cat(self._logits[place]) for place in sorted(self._logits)], {}
+        logits, self._logits = [torch.cat(self._logits[number]) for number in sorted(self._logits)], {}
         if not logits or not logits[0].requires_grad:
             raise MeshparError(
                 "balance_loss got no logits of routers with a gradient from the forward; call loss() after each "
@@ -180,10 +180,9 @@ class ExpertLoad:
         sizes = self._sizes
         if self._layers is not None:
             every = self._layers.gathered((flat.cpu(), sizes))
-            sizes = [size for _, found in every for size in found]
-            flat = torch.cat(
-                [*(part[:-3] for part, _ in every), torch.stack([part[-3:] for part, _ in every]).sum(0)]
-            ).to(flat.device)
+            sizes = [size for _, sizes_of_stage in every for size in sizes_of_stage]
+            sums = torch.stack([part[-3:] for part, _ in every]).sum(0)
+            flat = torch.cat([*(part[:-3] for part, _ in every), sums]).to(flat.device)
         self._steps, steps = 0, self._steps
         if not sizes:
             return {}

@@ -61,24 +61,24 @@ def generate(
     Collective: every rank calls it, with the same arguments.
     """
     if not all(prompts):
-        raise MeshparError(f"prompt {[bool(one) for one in prompts].index(False)} has no token; give it at least one")
+        raise MeshparError(f"prompt {[*map(bool, prompts)].index(False)} has no token; give it at least one")
 
-    def answered(places: list[int], rows: list[Tokens]) -> list[list[int]]:
-        drawn = [torch.Generator().manual_seed(mix(seed, place)) for place in places]
-        step, made = _continuation(par, rows), [list[int]() for _ in rows]
-        left = [place >= 0 for place in places]
+    def answer_rows(places: list[int], rows: list[Tokens]) -> list[list[int]]:
+        drawn = [torch.Generator().manual_seed(mix(seed, number)) for number in places]
+        step, answers = _continue_rows(par, rows), [list[int]() for _ in rows]
+        open_rows = [number >= 0 for number in places]
         last = None
         for _ in range(tokens):
             logits = step(last)
-            last = _chosen(logits, drawn, temperature, top_p)
+            last = _choose(logits, drawn, temperature, top_p)
             for row, token in enumerate(last.tolist()):
-                left[row] = left[row] and token not in ends
-                made[row] += [token] if left[row] else []
-            if not par.data_sum(torch.tensor(float(any(left)), device=par.device)):
+                open_rows[row] = open_rows[row] and token not in ends
+                answers[row] += [token] if open_rows[row] else []
+            if not par.data_sum(torch.tensor(float(any(open_rows)), device=par.device)):
                 break  # only where every rank is done: a rank that left would make the others wait
-        return made
+        return answers
 
-    return _divided(par, prompts, answered, batch)
+    return _divide_rows(par, prompts, answer_rows, batch)
 
 
 def log_likelihoods(
@@ -103,23 +103,23 @@ def log_likelihoods(
 
     start = _start(par.module)
 
-    def scored(places: list[int], rows: list[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
+    def score_rows(places: list[int], rows: list[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         if start is None:
             read = [[*context, *more[:-1]] for context, more in rows]
-            given = {"input_ids": _padded(read, par.device)}
+            inputs = {"input_ids": _pad(read, par.device)}
         else:
-            given = _encoded(par, [context for context, _ in rows])
-            given["decoder_input_ids"] = _padded([[start, *more[:-1]] for _, more in rows], par.device)
-        logits, found = _logits(par.module(**given)), list[tuple[float, bool]]()
+            inputs = _encode(par, [context for context, _ in rows])
+            inputs["decoder_input_ids"] = _pad([[start, *more[:-1]] for _, more in rows], par.device)
+        logits, scores = _logits(par.module(**inputs)), list[tuple[float, bool]]()
         for row, (context, more) in enumerate(rows):
             begin = len(context) - 1 if start is None else 0
             there = logits[row, begin : begin + len(more)].float().log_softmax(-1)
             target = torch.tensor(more, dtype=torch.int64, device=there.device)
             sum_ = float(there.gather(-1, target[:, None]).sum())
-            found.append((sum_, bool((there.argmax(-1) == target).all())))
-        return found
+            scores.append((sum_, bool((there.argmax(-1) == target).all())))
+        return scores
 
-    return _divided(par, pairs, scored, batch)
+    return _divide_rows(par, pairs, score_rows, batch)
 
 
 def check_whole(par: Parallelized) -> None:
@@ -132,40 +132,40 @@ def check_whole(par: Parallelized) -> None:
             )
 
 
-def _divided(
+def _divide_rows(
     par: Parallelized, rows: Sequence[T], function: Callable[[list[int], list[T]], list[R]], batch: int
 ) -> list[R]:
     """Return a result for each of ``rows``, of which every data rank computes its part, in as many batches."""
     check_whole(par)
-    own, mine = list(range(par.data_rank, len(rows), par.data_size)), dict[int, R]()
+    numbers, results = list(range(par.data_rank, len(rows), par.data_size)), dict[int, R]()
     with evaluating(par.module), torch.no_grad():
         for start in range(0, math.ceil(len(rows) / par.data_size), batch):
-            places = own[start : start + batch]
+            places = numbers[start : start + batch]
             # a rank without rows computes one as well, whose values do not count
-            mine.update(zip(places, function(places or [-1], [rows[place] for place in places] or [rows[0]])))
-    every = [mine] * dist.get_world_size()
-    dist.all_gather_object(every, mine, group=runtime.hosts())
-    found = {place: result for part in every for place, result in part.items()}
-    return [found[place] for place in range(len(rows))]
+            results.update(zip(places, function(places or [-1], [rows[number] for number in places] or [rows[0]])))
+    every = [results] * dist.get_world_size()
+    dist.all_gather_object(every, results, group=runtime.hosts())
+    gathered = {number: result for part in every for number, result in part.items()}
+    return [gathered[number] for number in range(len(rows))]
 
 
 def _logits(output: Any) -> Tensor:  # noqa: ANN401 - of any model
-    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(found, Tensor):
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
         raise MeshparError(f"the model returned a {type(output).__name__}; expected logits, or an output with .logits")
-    return whole_logits(found)
+    return whole_logits(logits)
 
 
-def _padded(rows: Sequence[Tokens], device: torch.device, *, left: bool = False) -> Tensor:
+def _pad(rows: Sequence[Tokens], device: torch.device, *, left: bool = False) -> Tensor:
     """Return rows as one tensor, with zeros behind the short ones, or before them."""
     lines = [torch.tensor(row, dtype=torch.int64, device=device) for row in rows]
     return pad_sequence(lines, batch_first=True, padding_side="left" if left else "right")
 
 
-def _encoded(par: Parallelized, rows: Sequence[Tokens], *, left: bool = False) -> dict[str, Tensor]:
+def _encode(par: Parallelized, rows: Sequence[Tokens], *, left: bool = False) -> dict[str, Tensor]:
     return {
-        "input_ids": _padded(rows, par.device, left=left),
-        "attention_mask": _padded([[1] * len(row) for row in rows], par.device, left=left),
+        "input_ids": _pad(rows, par.device, left=left),
+        "attention_mask": _pad([[1] * len(row) for row in rows], par.device, left=left),
     }
 
 
@@ -175,7 +175,7 @@ def _start(module: nn.Module) -> int | None:
     return int(config.decoder_start_token_id) if getattr(config, "is_encoder_decoder", False) else None
 
 
-def _continuation(par: Parallelized, rows: Sequence[Tokens]) -> Callable[[Tensor | None], Tensor]:
+def _continue_rows(par: Parallelized, rows: Sequence[Tokens]) -> Callable[[Tensor | None], Tensor]:
     """Return a function from the tokens chosen last, (B,), None at first, to the logits of the next, (B, V)."""
     module: Any = par.module
     start, named = _start(module), inspect.signature(type(module).forward).parameters
@@ -186,32 +186,32 @@ def _continuation(par: Parallelized, rows: Sequence[Tokens]) -> Callable[[Tensor
             for text, token in zip(texts, [] if last is None else last.tolist(), strict=False):
                 text.append(token)
             ends = torch.tensor([len(text) - 1 for text in texts])
-            return _logits(module(input_ids=_padded(texts, par.device)))[torch.arange(len(texts)), ends]
+            return _logits(module(input_ids=_pad(texts, par.device)))[torch.arange(len(texts)), ends]
 
         return whole
-    given: dict[str, Any] = {"use_cache": True, "return_dict": True, **_encoded(par, rows, left=start is None)}
+    inputs: dict[str, Any] = {"use_cache": True, "return_dict": True, **_encode(par, rows, left=start is None)}
     if start is not None:
-        given["decoder_input_ids"] = torch.full((len(rows), 1), start, device=par.device)
+        inputs["decoder_input_ids"] = torch.full((len(rows), 1), start, device=par.device)
 
     def cached(last: Tensor | None) -> Tensor:
         if last is not None:
-            given["input_ids" if start is None else "decoder_input_ids"] = last[:, None]
+            inputs["input_ids" if start is None else "decoder_input_ids"] = last[:, None]
             if start is None:
-                given["attention_mask"] = nn.functional.pad(given["attention_mask"], (0, 1), value=1)
+                inputs["attention_mask"] = nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
         if "position_ids" in named and start is None:
-            places = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-            given["position_ids"] = places[:, -given["input_ids"].shape[1] :]
-        output = module(**given)
-        given["past_key_values"] = output.past_key_values
+            places = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+            inputs["position_ids"] = places[:, -inputs["input_ids"].shape[1] :]
+        output = module(**inputs)
+        inputs["past_key_values"] = output.past_key_values
         if start is not None:  # the encoder has run
-            given.pop("input_ids", None)
-            given["encoder_outputs"] = (output.encoder_last_hidden_state,)
+            inputs.pop("input_ids", None)
+            inputs["encoder_outputs"] = (output.encoder_last_hidden_state,)
         return _logits(output)[:, -1]
 
     return cached
 
 
-def _chosen(logits_BV: Tensor, drawn: Sequence[torch.Generator], temperature: float, top_p: float) -> Tensor:
+def _choose(logits_BV: Tensor, drawn: Sequence[torch.Generator], temperature: float, top_p: float) -> Tensor:
     """Return the next token of each row, (B,)."""
     if temperature <= 0:
         return logits_BV.argmax(-1)
@@ -220,6 +220,7 @@ def _chosen(logits_BV: Tensor, drawn: Sequence[torch.Generator], temperature: fl
     )
     sums_BV = probabilities_BV.cumsum(-1)
     kept_BV = probabilities_BV * (sums_BV - probabilities_BV < top_p)
-    draws = torch.stack([torch.rand((), generator=one, dtype=torch.float64) for one in drawn]).to(logits_BV.device)
+    draws = torch.stack([torch.rand((), generator=state, dtype=torch.float64) for state in drawn])
+    draws = draws.to(logits_BV.device)
     place_B1 = (kept_BV.cumsum(-1) < (draws * kept_BV.sum(-1))[:, None]).sum(-1, keepdim=True)
     return order_BV.gather(-1, place_B1.clamp(max=order_BV.shape[-1] - 1))[:, 0]

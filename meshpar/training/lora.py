@@ -93,7 +93,7 @@ def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
         peft.inject_adapter_in_model(config_of(settings, targets), model, low_cpu_mem_usage=True)
     except ValueError as error:
         raise RecipeError(f"lora: {error}") from error
-    adapted = _with_packed(model, settings)
+    adapted = _replace_packed(model, settings)
     if odd := [
         name for name, layer in adapted.items() if NAME not in layer.lora_A or not hasattr(layer.lora_A[NAME], "weight")
     ]:
@@ -102,7 +102,7 @@ def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
         )
     if not any(parameter.is_meta for name, parameter in model.named_parameters() if not _is_adapter(name)):
         _fill_adapters(model, adapted)
-    return _adapted(layout, model, adapted)
+    return _adapt_layout(layout, model, adapted)
 
 
 def config_of(settings: LoRA, targets: str | list[str], **others: Any) -> Any:  # noqa: ANN401 - peft's own arguments
@@ -122,21 +122,17 @@ class PackedAdapter(nn.Module):
     """Adapters on one packed weight of the module below, with the names and shapes of peft's ``ParamWrapper``.
 
     That module computes with ``W + alpha / rank * B @ A`` of what a rank holds of W: gathered, divided by expert, split
-    by feature. The adapters of all experts are parameters like others, sharded over all data ranks, and each rank uses
-    a part of them.
-
-    Args:
-        built: peft's layer.
+    by feature. The adapters of all experts are parameters like others, sharded over all data ranks.
     """
 
     def __init__(self, built: nn.Module) -> None:
         super().__init__()
-        known: Any = built
-        self.base_layer, self.lora_A, self.lora_B = known.base_layer, known.lora_A, known.lora_B
+        layer: Any = built
+        self.base_layer, self.lora_A, self.lora_B = layer.base_layer, layer.lora_A, layer.lora_B
         self.leaf, self.scale, self._swaps = (
-            str(known.parameter_name),
-            float(known.scaling[NAME]),
-            not known._did_swap_in_out_features,
+            str(layer.parameter_name),
+            float(layer.scaling[NAME]),
+            not layer._did_swap_in_out_features,
         )
         self._whole: list[Any] = []  # in a list, for it is no parameter of this module
         inner = self.inner()
@@ -152,34 +148,30 @@ class PackedAdapter(nn.Module):
         return self.base_layer(*args, **kwargs)
 
     def factors(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-        """Return the factors (experts, rows, rank) and (experts, rank, columns) of A (experts x rank, in) and B
-        (out, rank x experts).
-        """
+        """Return A (experts x rank, in) and B (out, rank x experts) as factors (E, rows, rank), (E, rank, columns)."""
         a_EDR, b_ERF = a.unflatten(0, (experts, -1)).mT, b.unflatten(1, (-1, experts)).permute(2, 1, 0)
         return (a_EDR, b_ERF) if self._swaps else (b_ERF.mT, a_EDR.mT)
 
     @eager
     def _begin(self, module: nn.Module, args: object) -> None:
         whole: Any = module._parameters[self.leaf]
-        own = local(whole) if isinstance(whole, DTensor) else whole
+        weight = local(whole) if isinstance(whole, DTensor) else whole
         pair = [getattr(self, part)[NAME].weight for part in ("lora_A", "lora_B")]
         pair = [factor.to_local() if isinstance(factor, DTensor) else factor for factor in pair]
         parts = (
-            [(place, how.dim) for place, how in enumerate(whole.placements) if isinstance(how, Shard)]
-            if own is not whole
+            [(axis, how.dim) for axis, how in enumerate(whole.placements) if isinstance(how, Shard)]
+            if weight is not whole
             else []
         )
-        for place, _ in parts:  # a rank's part of W gives a part of the gradient of A and B
-            pair = [copy_weight(factor, whole.device_mesh.get_group(place)) for factor in pair]
+        for axis, _ in parts:  # a rank's part of W gives a part of the gradient of A and B
+            pair = [copy_weight(factor, whole.device_mesh.get_group(axis)) for factor in pair]
         factors = list(self.factors(pair[0], pair[1], len(whole)))
-        for place, dim in parts:
+        for axis, dim in parts:
             for at, side in enumerate(factors):
                 if dim in (0, at + 1):
-                    factors[at] = side.chunk(whole.device_mesh.size(place), dim)[
-                        whole.device_mesh.get_local_rank(place)
-                    ]
-        value = torch.baddbmm(own, *(factor.to(own.dtype) for factor in factors), alpha=self.scale)
-        if own is not whole:
+                    factors[at] = side.chunk(whole.device_mesh.size(axis), dim)[whole.device_mesh.get_local_rank(axis)]
+        value = torch.baddbmm(weight, *(factor.to(weight.dtype) for factor in factors), alpha=self.scale)
+        if weight is not whole:
             value = part_like(value, whole)
         self._whole.append(whole)
         module._parameters[self.leaf] = value  # type: ignore[assignment]
@@ -218,7 +210,7 @@ class WithAdapters:
     def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
         """Copy ``tensor[index]`` into ``out``."""
         if name in self._adapters:
-            out.copy_(drawn(name, self._adapters[name], self._seed)[index])
+            out.copy_(draw_adapter(name, self._adapters[name], self._seed)[index])
         else:
             self._source.read(name, index, out)
 
@@ -253,7 +245,7 @@ class _TrainedOnly(nn.Module):
         return trained if keep_vars else {name: parameter.detach() for name, parameter in trained.items()}
 
 
-def drawn(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def draw_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return an adapter's initial values, the same on every mesh: A from Kaiming's uniform distribution, B zero."""
     value = torch.zeros(shape)
     if ".lora_A." in name:
@@ -267,16 +259,12 @@ def _is_adapter(name: str) -> bool:
 
 
 def _check_packed(model: nn.Module, endings: tuple[str, ...]) -> None:
-    """Check that each ending names a packed weight.
-
-    Raises:
-        RecipeError: naming what it names instead.
-    """
+    """Raise RecipeError if an ending names anything but a packed weight."""
     for ending in endings:
-        found = {name: parameter for name, parameter in model.named_parameters() if f".{name}".endswith(f".{ending}")}
+        named = {name: parameter for name, parameter in model.named_parameters() if f".{name}".endswith(f".{ending}")}
         wrong = next(
-            (f"{name} {tuple(parameter.shape)}" for name, parameter in found.items() if parameter.ndim != 3),
-            None if found else "nothing",
+            (f"{name} {tuple(parameter.shape)}" for name, parameter in named.items() if parameter.ndim != 3),
+            None if named else "nothing",
         )
         if wrong is not None:
             packed = sorted(
@@ -288,13 +276,8 @@ def _check_packed(model: nn.Module, endings: tuple[str, ...]) -> None:
             )
 
 
-def _with_packed(model: nn.Module, settings: LoRA) -> dict[str, Any]:
-    """Put :class:`PackedAdapter` in the place of peft's layers on packed weights, and return the layers with adapters
-    by name.
-
-    Raises:
-        RecipeError: peft chose a packed weight that the settings do not name.
-    """
+def _replace_packed(model: nn.Module, settings: LoRA) -> dict[str, Any]:
+    """Put :class:`PackedAdapter` in the place of peft's layers on packed weights; return the layers with adapters."""
     for name, built in reversed(adapted_layers(model).items()):  # innermost first
         if hasattr(built, "parameter_name"):
             full = f"{base_name(name)}.{built.parameter_name}"
@@ -318,10 +301,10 @@ def _fill_adapters(model: nn.Module, adapted: Mapping[str, Any]) -> None:
         for part in ("lora_A", "lora_B"):
             inner = getattr(layer, part)[NAME]
             shape = tuple(inner.weight.shape)
-            inner.weight = nn.Parameter(drawn(f"{name}.{part}.{NAME}.weight", shape, 0).to(device))
+            inner.weight = nn.Parameter(draw_adapter(f"{name}.{part}.{NAME}.weight", shape, 0).to(device))
 
 
-def _adapted(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, Any]) -> ModelLayout:
+def _adapt_layout(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, Any]) -> ModelLayout:
     """Return the layout of the model with adapters."""
     table, refusal = dict[str, Any](), layout.tensor.refusal
     for pattern, style in layout.tensor.styles.items():
@@ -342,7 +325,7 @@ def _adapted(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, Any]) 
             heads |= dict.fromkeys(
                 [f"{name}.base_layer", f"{name}.lora_B.{NAME}"] if name in adapted else [name], count
             )
-    tied = tuple(tuple(_moved(name, adapted) for name in group) for group in layout.tied)
+    tied = tuple(tuple(_move_name(name, adapted) for name in group) for group in layout.tied)
     return replace(
         layout,
         tensor=replace(layout.tensor, styles=table, heads=heads, copied_heads=(), refusal=refusal),
@@ -368,7 +351,7 @@ def _around(model: nn.Module, patterns: tuple[str, ...], adapted: Mapping[str, A
     return tuple(_inside(name, adapted) for pattern in patterns for name, _ in find_modules(model, pattern))
 
 
-def _moved(name: str, adapted: Mapping[str, Any]) -> str:
+def _move_name(name: str, adapted: Mapping[str, Any]) -> str:
     owner, _, leaf = name.rpartition(".")
     return f"{_inside(owner, adapted)}.{leaf}"
 
@@ -381,16 +364,14 @@ def _renames(model: nn.Module) -> Iterator[Rename]:
     for name in names:
         if base_name(name) != name:
             below.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
-    for pattern, found in below.items():
+    for pattern, names_below in below.items():
         alone = any(matches(base_name(pattern), name) for name in names)
-        yield from (Rename(name, base_name(name)) for name in (found if alone else [pattern]))
+        yield from (Rename(name, base_name(name)) for name in (names_below if alone else [pattern]))
 
 
 def _styles(name: str, style: object) -> dict[str, Any]:
-    """Return the styles of an adapted layer's parts.
-
-    Beside a layer split by outputs, A is whole; beside one split by inputs, A is split and reduced as the layer is, and
-    B runs on what comes out of it.
+    """Return the styles of an adapted layer's parts. On a layer split by outputs, A is whole; on one split by inputs, A
+    is split and reduced like the layer, and B runs on its result.
     """
     inner, a, b = f"{name}.base_layer", f"{name}.lora_A.{NAME}", f"{name}.lora_B.{NAME}"
     if style == "rowwise":
@@ -403,9 +384,8 @@ def _styles(name: str, style: object) -> dict[str, Any]:
 class WholeA(Style):
     """The whole A in front of a B that is split by outputs.
 
-    Inside a region it sees the gradient of this rank's part of B, and under sequence parallelism outside of one this
-    rank's positions: both are parts of a sum over the axis. Otherwise B prepares its own input, which sums the gradient
-    before it comes here.
+    Inside a region, and outside of one under sequence parallelism, its gradient is a part of a sum over the axis.
+    Otherwise B prepares its own input, which sums the gradient.
     """
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:

@@ -77,7 +77,7 @@ class CausalLM:
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return the number of counted labels."""
-        return counted(batch)
+        return count_labels(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed loss in float32, of plain or vocabulary-sharded logits."""
@@ -106,7 +106,7 @@ class Seq2Seq:
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return the number of counted labels."""
-        return counted(batch)
+        return count_labels(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the cross entropy summed over the targets' tokens, in float32."""
@@ -128,7 +128,7 @@ class SequenceClassification:
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return the number of counted examples."""
-        return counted(batch)
+        return count_labels(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the cross entropy summed over the examples, in float32, and the number of correct ones as
@@ -141,7 +141,7 @@ class SequenceClassification:
         return loss, (labels != IGNORE_INDEX).sum(), {"accuracy": (logits.detach().argmax(-1) == labels).sum()}
 
 
-def counted(batch: Mapping[str, torch.Tensor]) -> int:
+def count_labels(batch: Mapping[str, torch.Tensor]) -> int:
     """Return the number of counted labels of a batch."""
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
@@ -196,7 +196,7 @@ class Distillation:
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return the number of counted labels."""
-        return counted(batch)
+        return count_labels(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed loss, and its parts as ``cross_entropy``, ``kl`` and ``hidden``."""
@@ -246,12 +246,7 @@ def freeze(teacher: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_size: int) -> Iterator[str]:
     """Yield a problem if ranks that share a batch on the teacher's mesh have different batches on the student's.
-
-    Args:
-        plan: the teacher's plan.
-        teacher: the teacher, on the meta device.
-        student_plan: the student's plan; its data axes determine the batch of each rank.
-        world_size: number of ranks.
+    ``teacher`` is on the meta device.
     """
     spec = plan.check(teacher, world_size=world_size)
     seen = student_plan.resolve(world_size)
@@ -273,8 +268,8 @@ def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_s
 
 
 def _data_place(spec: MeshSpec, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-    place = spec.coordinates(rank)
-    return tuple(place[axis] for axis in axes)
+    coordinates = spec.coordinates(rank)
+    return tuple(coordinates[axis] for axis in axes)
 
 
 def _together(spec: MeshSpec, data_axes: tuple[str, ...]) -> list[list[int]]:

@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal, final
 import torch
 from torch import nn
 
+import meshpar._torch.foreach as foreach
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import suggestion, tied_names
+from meshpar.optim.matrices import parameter_groups
 from meshpar.parallelized import Parallelized
 from meshpar.passes.elsewhere import first_covering
 from meshpar.passes.pipeline.running import Layers
@@ -67,29 +69,6 @@ def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     fused = settings.fused if settings.fused is not None else devices <= set(_FUSED_DEVICES)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
-
-
-def parameter_groups(module: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
-    """Return the parameters that want a gradient, for an optimizer: those with two dims or more decay, the others do
-    not.
-
-    Args:
-        module: the parallel module.
-        weight_decay: of the parameters that decay; None: one group, without a word on decay.
-
-    Raises:
-        RecipeError: no parameter requires a gradient.
-    """
-    groups: dict[float, dict[str, Any]] = {}
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            continue
-        decay = 0.0 if weight_decay is None or parameter.ndim < 2 else weight_decay
-        group = groups.setdefault(decay, {"params": []} | ({} if weight_decay is None else {"weight_decay": decay}))
-        group["params"].append(parameter)
-    if not groups:
-        raise RecipeError("no parameter of the model requires a gradient; there is nothing to train")
-    return list(groups.values())
 
 
 def scale_rates(
@@ -146,15 +125,17 @@ def scale_rates(
         for parameter in group["params"]:
             parts.setdefault(factors[id(parameter)], []).append(parameter)
         scale, lr = group.get("lr_scale", 1.0), group["lr"]
-        groups += [{**group, "params": part, "lr": lr * own, "lr_scale": scale * own} for own, part in parts.items()]
+        groups += [
+            {**group, "params": part, "lr": lr * times, "lr_scale": scale * times} for times, part in parts.items()
+        ]
     optimizer.param_groups[:] = groups
 
 
 def _depths(module: nn.Module, layout: ModelLayout) -> dict[int, int]:
     """Return by ``id`` of a parameter how many blocks are behind it, its own included; one more before all blocks."""
-    found = {name for name, _ in find_blocks(module, layout)}
-    found |= {*layers.line} if (layers := fact_of(module, Layers)) is not None else set()
-    blocks = [name for name, _ in module.named_modules() if name in found]
+    every = {name for name, _ in find_blocks(module, layout)}
+    every |= {*layers.line} if (layers := fact_of(module, Layers)) is not None else set()
+    blocks = [name for name, _ in module.named_modules() if name in every]
     if not blocks:
         raise MeshparError(
             "layer_decay: the model's layout names no blocks; give ModelLayout(blocks=...), or use rates"
@@ -239,21 +220,17 @@ class Schedule:
         """
         rate = self.rate(step)
         for group in optimizer.param_groups:
-            own = rate * group.get("lr_scale", 1.0)
+            group_rate = rate * group.get("lr_scale", 1.0)
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(own)
+                group["lr"].fill_(group_rate)
             else:
-                group["lr"] = own
+                group["lr"] = group_rate
         return rate
 
 
 def scaled_rate(lr: float, mode: Scaling, data_size: int) -> float:
-    """Return ``lr`` for ``data_size`` times the batch of one data rank.
-
-    Args:
-        lr: the rate that suits one data rank's batch.
-        mode: ``none``, ``linear`` (Goyal et al., 2017) or ``sqrt`` (usual for Adam).
-        data_size: how many data ranks.
+    """Return ``lr``, which suits one data rank's batch, for ``data_size`` times this batch. ``mode``: ``none``,
+    ``linear`` (Goyal et al., 2017) or ``sqrt`` (usual for Adam).
     """
     scales = {"none": 1.0, "linear": float(data_size), "sqrt": math.sqrt(data_size)}
     if mode not in scales:
@@ -272,10 +249,10 @@ def _cosine(schedule: Schedule, step: float) -> float:
 
 
 def _wsd(schedule: Schedule, step: float) -> float:
-    left, share = 1.0 - _progress(schedule, step), schedule.decay_fraction
+    remaining, share = 1.0 - _progress(schedule, step), schedule.decay_fraction
     if schedule.decay_steps is not None:
         share = schedule.decay_steps / max(1, (schedule.steps or 0) - schedule.warmup_steps)
-    return 1.0 - (1.0 - schedule.min_ratio) * max(0.0, 1.0 - left / share)
+    return 1.0 - (1.0 - schedule.min_ratio) * max(0.0, 1.0 - remaining / share)
 
 
 _SHAPES: dict[Name, Callable[[Schedule, float], float]] = {
@@ -330,7 +307,7 @@ class LossScaler:
         for together in by_device(
             local_tensor(parameter.grad) for parameter in module.parameters() if parameter.grad is not None
         ).values():
-            torch._foreach_mul_(together, 1.0 / self.scale)
+            foreach.mul_(together, 1.0 / self.scale)
 
     def update(self, norm: float) -> bool:
         """Adapt the scale, and return whether the optimizer may step.

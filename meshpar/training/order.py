@@ -20,21 +20,15 @@ _RATIO = 1e9
 """Of the largest weight of a mix to the smallest: the rest would never be read."""
 
 
-def permuted(places: np.ndarray, count: int, key: int) -> np.ndarray:
-    """Return the sample of each of ``places`` in a permutation of ``count`` samples.
+def permute(places: np.ndarray, count: int, key: int) -> np.ndarray:
+    """Return the sample of each of ``places`` (int64) in a permutation of ``count`` samples, which ``key`` selects.
 
     A Feistel network over the next power of four, walked until the value falls in range (Black and Rogaway, "Ciphers
-    with arbitrary finite domains", 2002). Integer arithmetic alone: the same on every machine and in every version of
-    numpy.
-
-    Args:
-        places: int64 positions, each in ``range(count)``.
-        count: number of samples.
-        key: selects the permutation.
+    with arbitrary finite domains", 2002). Integer arithmetic alone: the same on every machine and in every numpy.
     """
     numpy = need("numpy")
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
-    keys = _mixed(numpy.arange(1, _ROUNDS + 1, dtype=numpy.uint64) + _mixed(numpy.array([key], dtype=numpy.uint64))[0])
+    keys = _mix(numpy.arange(1, _ROUNDS + 1, dtype=numpy.uint64) + _mix(numpy.array([key], dtype=numpy.uint64))[0])
     values = places.astype(numpy.uint64)
     outside = numpy.ones(values.shape, dtype=bool)
     while outside.any():
@@ -45,13 +39,13 @@ def permuted(places: np.ndarray, count: int, key: int) -> np.ndarray:
 
 def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
     bits, mask = values.dtype.type(half), values.dtype.type((1 << half) - 1)
-    left, right = values >> bits, values & mask
+    high, low = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (_mixed(right + key) & mask)
-    return (left << bits) | right
+        high, low = low, high ^ (_mix(low + key) & mask)
+    return (high << bits) | low
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def _mix(values: np.ndarray) -> np.ndarray:
     """Return splitmix64's finalizer (Steele, Lea and Flood, 2014) of every value; overflow is intended."""
     kind = values.dtype.type
     values = values * kind(0x9E3779B97F4A7C15)
@@ -61,9 +55,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def held_out(count: int, fraction: float, seed: int) -> np.ndarray:
-    """Return which of ``count`` things are kept for validation: bool, at least one of them and not all, chosen by
-    ``seed``.
-    """
+    """Return which of ``count`` things are for validation, chosen by ``seed``: bool, at least one, and not all."""
     numpy = need("numpy")
     chosen = numpy.zeros(count, dtype=bool)
     order = numpy.argsort(numpy.random.Philox(seed).random_raw(count), kind="stable")
@@ -72,9 +64,7 @@ def held_out(count: int, fraction: float, seed: int) -> np.ndarray:
 
 
 def check_held_out(validation: object, fraction: float) -> None:
-    """Raise RecipeError if there are both separate ``validation`` data and a ``fraction``, or the fraction is not in
-    0 to 1.
-    """
+    """Raise RecipeError if there are both ``validation`` data and a ``fraction``, or it is not in 0 to 1."""
     if not 0.0 <= fraction < 1.0 or (validation is not None and fraction):
         raise RecipeError(
             f"expected either a validation source, or a fraction of at least 0 and below 1; got {validation} and "
@@ -126,24 +116,19 @@ class Interleave:
     @property
     def total(self) -> int | None:
         """Number of samples until every source is used up; None: without end."""
-        ends = [None if most is None else size * most for size, most in zip(self.sizes, self.epochs)]
+        ends = [None if epochs is None else size * epochs for size, epochs in zip(self.sizes, self.epochs)]
         return None if None in ends else sum(end or 0 for end in ends)
 
     def sources(self, counts: Sequence[int], number: int) -> np.ndarray:
-        """Return the sources of the next ``number`` samples, fewer at the end: int64.
-
-        Args:
-            counts: number of samples that each source has given so far.
-            number: how many samples to take.
-        """
+        """Return the sources of the next ``number`` samples after ``counts`` of each, fewer at the end: int64."""
         numpy = need("numpy")
-        due, whose = [], []
-        for source, (size, weight, most) in enumerate(zip(self.sizes, self.weights, self.epochs)):
-            left = number if most is None else min(number, size * most - counts[source])
-            due.append((numpy.arange(counts[source], counts[source] + left) + 0.5) / weight)
-            whose.append(numpy.full(left, source))
+        due, sources = [], []
+        for source, (size, weight, epochs) in enumerate(zip(self.sizes, self.weights, self.epochs)):
+            remaining = number if epochs is None else min(number, size * epochs - counts[source])
+            due.append((numpy.arange(counts[source], counts[source] + remaining) + 0.5) / weight)
+            sources.append(numpy.full(remaining, source))
         order = numpy.argsort(numpy.concatenate(due), kind="stable")[:number]
-        return numpy.concatenate(whose)[order]
+        return numpy.concatenate(sources)[order]
 
     def after(self, counts: Sequence[int], sources: np.ndarray) -> tuple[int, ...]:
         """Return the counts after samples of ``sources``."""
@@ -158,15 +143,15 @@ class Interleave:
             seed: of each epoch's order; None: the order of the data.
         """
         numpy = need("numpy")
-        found, begin = numpy.zeros(sources.size, dtype=numpy.int64), 0
+        samples, begin = numpy.zeros(sources.size, dtype=numpy.int64), 0
         for source, size in enumerate(self.sizes):
-            (mine,) = numpy.nonzero(sources == source)
-            epochs, rows = numpy.divmod(counts[source] + numpy.arange(mine.size, dtype=numpy.int64), size)
+            (rows_here,) = numpy.nonzero(sources == source)
+            epochs, rows = numpy.divmod(counts[source] + numpy.arange(rows_here.size, dtype=numpy.int64), size)
             for epoch in numpy.unique(epochs).tolist() if seed is not None else ():
-                rows[epochs == epoch] = permuted(rows[epochs == epoch], size, key_of(seed or 0, epoch, source))
-            found[mine] = begin + rows
+                rows[epochs == epoch] = permute(rows[epochs == epoch], size, key_of(seed or 0, epoch, source))
+            samples[rows_here] = begin + rows
             begin += size
-        return found
+        return samples
 
 
 @final
@@ -217,12 +202,12 @@ def best_fit(document_ends: np.ndarray, length: int) -> Fitted:
     whole = numpy.repeat(begins, full) + length * (
         numpy.arange(full.sum()) - numpy.repeat(numpy.cumsum(full) - full, full)
     )
-    (left,) = numpy.nonzero(rest)
-    left = left[numpy.argsort(-rest[left], kind="stable")]
-    samples = numpy.zeros(left.size, dtype=numpy.int64)
+    (rests,) = numpy.nonzero(rest)
+    rests = rests[numpy.argsort(-rest[rests], kind="stable")]
+    samples = numpy.zeros(rests.size, dtype=numpy.int64)
     rooms: list[list[int]] = [[] for _ in range(length + 1)]
-    open_rooms, made = 0, 0  # bit r: there is a sample with room for r inputs
-    for place, size in enumerate(rest[left].tolist()):
+    open_rooms, count = 0, 0  # bit r: there is a sample with room for r inputs
+    for number, size in enumerate(rest[rests].tolist()):
         fitting = open_rooms >> size
         if fitting:
             room = size + (fitting & -fitting).bit_length() - 1
@@ -230,12 +215,12 @@ def best_fit(document_ends: np.ndarray, length: int) -> Fitted:
             if not rooms[room]:
                 open_rooms &= ~(1 << room)
         else:
-            room, sample, made = length, made, made + 1
-        samples[place] = sample
+            room, sample, count = length, count, count + 1
+        samples[number] = sample
         rooms[room - size].append(sample)
         open_rooms |= 1 << (room - size)
     order = numpy.argsort(samples, kind="stable")
-    starts = numpy.concatenate([whole, (begins + length * full)[left][order]])
-    counts = numpy.concatenate([numpy.full(whole.size, length), rest[left][order]])
-    sizes = numpy.concatenate([numpy.ones(whole.size, dtype=numpy.int64), numpy.bincount(samples, minlength=made)])
+    starts = numpy.concatenate([whole, (begins + length * full)[rests][order]])
+    counts = numpy.concatenate([numpy.full(whole.size, length), rest[rests][order]])
+    sizes = numpy.concatenate([numpy.ones(whole.size, dtype=numpy.int64), numpy.bincount(samples, minlength=count)])
     return Fitted(starts, counts, numpy.cumsum(sizes))

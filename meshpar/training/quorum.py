@@ -1,31 +1,15 @@
-"""The replicas that train the next step together: torchft's lighthouse decides, by heartbeats and by majority."""
+"""What a replica does next, decided from a quorum and the replica's own state alone."""
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
-import uuid
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol, cast, final
-from urllib.parse import urlsplit
-
-import torch.distributed as dist
-from torch import Tensor
-
-from meshpar.core import runtime
-from meshpar.core.errors import ReplicaError
-from meshpar.process.imports import need
+from enum import Enum, auto
+from typing import final
 
 Sum = tuple[int, int]
 """The group in which gradients were added up: a quorum's number, and how often members had failed by then. Later
 sums are larger.
 """
-
-_BEAT_S, _DEAD_S, _SLICE_S = 0.3, 2.5, 5.0
-_FIRST_STEP_S = 600.0
-GIVE_A_LIGHTHOUSE = "start the job with `meshpar run --elastic=replicas`, or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
 
 
 @final
@@ -111,164 +95,100 @@ class Quorum:
         """The member that writes: of those with the newest state, the one that has trained longest."""
         return max(self.newest, key=lambda member: (member.life, member.name))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of ``ready``."""
+        return tuple(member.name for member in self.ready)
+
+    @property
+    def group(self) -> Division:
+        """The group that these members make."""
+        return self.key, self.names
+
+
+Division = tuple[Sum, tuple[str, ...]]
+"""A group of members, and their names: they share the samples of a step, and exchange gradients and state."""
+
+
+class ReplicaPhase(Enum):
+    """Where a replica is in its step."""
+
+    JOINS = auto()
+    """It has no state, and copies that of the others."""
+    BEGINS = auto()
+    """It has a state, and looks for those with whom it trains the next step."""
+    WAITS = auto()
+    """It has gradients of a step, whose sum failed."""
+    SUMMED = auto()
+    """It has the sum of a step's gradients, which counts if the quorum's newest state is made of it."""
+
+
+class ReplicaAction(Enum):
+    """What a replica does next."""
+
+    ASK = auto()
+    """Ask for another quorum: the others complete a step."""
+    SYNCHRONIZE = auto()
+    """Connect to the members, copy the newest state to those that lack it, and compare."""
+    BEGIN = auto()
+    """Begin the step."""
+    SUM = auto()
+    """Add the gradients up again."""
+    COMMIT = auto()
+    """Take the sum for this replica's gradients."""
+    FOLLOW = auto()
+    """Give the step up, and begin the next one with this quorum."""
+    LEAVE = auto()
+    """Give the step up, and ask for another quorum."""
+    END_WITHOUT_STATE = auto()
+    """End: no living replica has a state."""
+    END_AHEAD = auto()
+    """End: the others have resumed from an earlier step."""
+
 
 @final
-class Lighthouse:
-    """Serve the membership of a job until :meth:`close`; one process of the job, or of another machine, holds it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaState:
+    """A replica's own state.
 
-    Args:
-        port: to listen on; 0: any.
-        host: address to listen at; ``[::]``: all. There is no authentication: let only the hosts of the job reach it.
-        least: smallest number of replicas that train.
-        patience_s: seconds that replicas wait for one that lives and does not answer.
-        dead_s: seconds without a heartbeat after which a replica counts as lost.
+    Attributes:
+        name: its own.
+        phase: where it is.
+        step: number of committed steps.
+        sum: the group of the last step's sum; in ``SUMMED``: of this step's.
+        compared: the group whose members have compared their states; None: there is no such group.
+        with_samples: in ``WAITS``: the replicas that have samples of the step.
     """
 
-    def __init__(
-        self,
-        port: int = 0,
-        *,
-        host: str = "127.0.0.1",
-        least: int = 1,
-        patience_s: float = 20.0,
-        dead_s: float = _DEAD_S,
-    ) -> None:
-        self._server = _torchft().LighthouseServer(
-            bind=f"{host}:{port}",
-            min_replicas=least,
-            join_timeout_ms=round(1000 * patience_s / 2),
-            quorum_tick_ms=50,
-            heartbeat_timeout_ms=round(1000 * dead_s),
-        )
-        self.port = urlsplit(self._server.address()).port or port
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
+    name: str
+    phase: ReplicaPhase
+    step: int
+    sum: Sum
+    compared: Division | None = None
+    with_samples: frozenset[str] = frozenset()
 
 
-@final
-class Membership:
-    """This replica at the lighthouse; one rank of each replica has it.
-
-    Heartbeats end when the replica makes no step for much longer than its longest one, so that one that hangs is
-    dropped.
-
-    Args:
-        lighthouse: its address, ``http://host:port``.
-        name: of this replica.
-        patience_s: see :class:`Lighthouse`.
-        wait_s: seconds to wait for the lighthouse.
-
-    Raises:
-        ReplicaError: it does not answer.
-    """
-
-    def __init__(self, lighthouse: str, name: str, *, patience_s: float, wait_s: float) -> None:
-        self.name = f"{name}:{uuid.uuid4().hex[:12]}"
-        self._patience_s, self._address = patience_s, lighthouse
-        here, connect = _address_towards(lighthouse, wait_s), timedelta(seconds=patience_s)
-        try:
-            self._client, self._beats = (_torchft().LighthouseClient(lighthouse, connect) for _ in range(2))
-        except RuntimeError as error:
-            raise _silent(lighthouse, error) from error
-        self._server = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False, timeout=connect)
-        self.store = f"[{here}]:{self._server.port}" if ":" in here else f"{here}:{self._server.port}"
-        self._moved = self._heard = time.monotonic()
-        self._longest_s, self.fresh = _FIRST_STEP_S, False
-        self._ended = threading.Event()
-        threading.Thread(target=self._beat, name="meshpar-replica", daemon=True).start()
-
-    def moved(self, longest_s: float) -> None:
-        """Note that the replica moves, and its longest step."""
-        self._moved, self._longest_s = time.monotonic(), longest_s
-
-    def ask(self, member: Member) -> Quorum | None:
-        """Ask once to be in the next quorum, for some seconds; None: there is none yet."""
-        fields = ("sum", "waits", "failures", "drawn", "life", "waited")
-        data: dict[Any, object] = {field: getattr(member, field) for field in fields}
-        try:
-            found = self._client.quorum(
-                self.name, timedelta(seconds=_SLICE_S), self._address, self.store, member.step + 1, 1, False, data
-            )
-        except TimeoutError:
-            return None
-        except RuntimeError:  # not reachable
-            time.sleep(_BEAT_S)
-            return None
-        self.fresh, self._heard = True, time.monotonic()
-        members = tuple(sorted(map(_member, found.participants), key=lambda participant: participant.name))
-        return Quorum(number=int(found.quorum_id), members=members)
-
-    def current(self) -> bool:
-        """Return whether this replica has been heard all the time since the last quorum: else the others may have
-        gone on without it.
-        """
-        return self.fresh and time.monotonic() - self._heard < _DEAD_S
-
-    def close(self) -> None:
-        """End the heartbeats."""
-        self._ended.set()
-
-    def _beat(self) -> None:
-        while not self._ended.wait(_BEAT_S):
-            now = time.monotonic()
-            if now - self._heard > _DEAD_S:
-                self.fresh = False  # the others may have gone on without this replica
-            if now - self._moved > self._patience_s + 2 * self._longest_s:
-                continue
-            try:
-                self._beats.heartbeat(self.name, timedelta(seconds=_DEAD_S))
-            except (TimeoutError, RuntimeError):
-                continue
-            self._heard = time.monotonic()
-
-
-def _address_towards(lighthouse: str, wait_s: float) -> str:
-    """Return this host's address on the network of the lighthouse, for which it waits."""
-    place, deadline = urlsplit(lighthouse), time.monotonic() + wait_s
-    while True:
-        try:
-            with socket.create_connection((place.hostname or "", place.port or 0), timeout=_SLICE_S) as probe:
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise _silent(lighthouse, error) from error
-            time.sleep(_BEAT_S)
-
-
-def _silent(lighthouse: str, error: Exception) -> ReplicaError:
-    return ReplicaError(
-        f"the lighthouse of the job's replicas does not answer at {lighthouse!r} ({error}); {GIVE_A_LIGHTHOUSE}"
-    )
-
-
-def _member(found: Any) -> Member:  # noqa: ANN401 - torchft has no types for it
-    fields = {**found.data, **{field: tuple(found.data[field]) for field in ("sum", "drawn")}}
-    return Member(name=found.replica_id, store=found.store_address, step=found.step - 1, **fields)
-
-
-class Peers(Protocol):
-    """The methods of a gloo backend that needs no process group; torch's stubs lack them."""
-
-    def allreduce(self, tensors: list[Tensor], op: object = ..., /) -> dist.Work: ...
-    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> dist.Work: ...
-    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
-    def shutdown(self) -> None: ...
-
-
-def connect(member: Member, name: str, rank: int, size: int, timeout_s: float) -> Peers:
-    """Return a new gloo group that meets at a member's store. Every rank of the group calls it.
-
-    Raises:
-        RuntimeError: the others did not come within ``timeout_s``, or the member ended.
-    """
-    host, _, port = member.store.rpartition(":")
-    limit = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)
-    return cast("Peers", dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, limit))
-
-
-def _torchft() -> Any:  # noqa: ANN401 - an optional package
-    runtime.quiet("RUST_LOG")
-    return need("torchft.coordination", extra="replicas")
+def decide(quorum: Quorum | None, state: ReplicaState) -> ReplicaAction:
+    """Return what a replica does next. ``quorum``: the last one that it got; None: it needs another."""
+    if quorum is None:
+        return ReplicaAction.ASK
+    names, newest = quorum.names, quorum.best
+    if state.phase is ReplicaPhase.SUMMED:
+        return ReplicaAction.COMMIT if newest == (state.step + 1, state.sum) else ReplicaAction.FOLLOW
+    if state.phase is ReplicaPhase.WAITS:
+        if state.name not in names:
+            return ReplicaAction.LEAVE  # the others share the samples of this step differently
+        if not quorum.waiting:
+            return ReplicaAction.FOLLOW  # those with gradients cannot make a step of them: all share the samples anew
+        if state.with_samples.isdisjoint(names):
+            return ReplicaAction.LEAVE  # all samples of this step were those of lost replicas: it is shared anew
+        return ReplicaAction.SUM if newest == (state.step, state.sum) else ReplicaAction.FOLLOW
+    if state.compared == quorum.group and all(member.state == newest for member in quorum.ready):
+        return ReplicaAction.BEGIN
+    if state.name not in names:
+        return ReplicaAction.ASK  # the others complete a step
+    if newest[0] < 0:
+        return ReplicaAction.END_WITHOUT_STATE
+    if state.phase is ReplicaPhase.BEGINS and newest < (state.step, state.sum):
+        return ReplicaAction.END_AHEAD
+    return ReplicaAction.SYNCHRONIZE

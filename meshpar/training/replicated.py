@@ -1,24 +1,77 @@
-"""The state that all replicas have in common: copied to those that lack it, and compared."""
+"""What replicas exchange: gradients, which they add up, and the state, which they copy to those that lack it and
+compare.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Protocol, final
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, Protocol, cast, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
+from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
 from meshpar.parallelized import Parallelized
 from meshpar.state.initialize import state as tensors_of
-from meshpar.step.placements import local_tensor
+from meshpar.step.placements import buckets, local_tensor, summed_in
 from meshpar.step.pytrees import leaves
 from meshpar.step.rank_digests import digest_of_several
 from meshpar.training.data import Batches
-from meshpar.training.quorum import Peers, Quorum
-from meshpar.training.wire import Part, received, send
+from meshpar.training.lighthouse import Peers
+from meshpar.training.quorum import Quorum
+
+
+@final
+class Summed:
+    """The weighted sum of all members' gradients; this replica's gradients stay as they are until :meth:`commit`."""
+
+    def __init__(self, group: Peers, module: nn.Module, slot: int, slots: int, numbers: Tensor) -> None:
+        """Add up over ``group``; raises RuntimeError if a member failed. This replica is number ``slot`` of the
+        ``slots`` that share the step; ``numbers``: its tokens, and its other sums.
+        """
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        has_grad = torch.tensor([float(parameter.grad is not None) for parameter in trained], dtype=torch.float64)
+        slotted = torch.zeros(slots, dtype=torch.float64)
+        slotted[slot] = 1.0
+        vector = torch.cat([slotted, numbers, has_grad])
+        group.allreduce([vector]).wait()
+        counted, self.totals, graded = vector.split([slots, len(numbers), len(trained)])
+        self.counted = [bool(count) for count in counted]
+        weight = float(numbers[0] / self.totals[0]) if self.totals[0] else 0.0
+        self._flats: list[tuple[list[Tensor], Tensor]] = []
+        works = []
+        for bucket in buckets(parameter for parameter, count in zip(trained, graded, strict=True) if count):
+            flat = torch.cat(
+                [_gradient(parameter).reshape(-1).to("cpu", summed_in(parameter.dtype)) for parameter in bucket]
+            )
+            flat.mul_(weight)
+            works.append(group.allreduce([flat]))
+            self._flats.append((bucket, flat))
+        for work in works:
+            work.wait()
+
+    def commit(self) -> None:
+        """Replace the gradients of this replica by those of all."""
+        for bucket, flat in self._flats:
+            parts = flat.split([local_tensor(parameter).numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                grad = local_tensor(parameter.grad)
+                grad.copy_(part.view(grad.shape))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(local_tensor(parameter)) if parameter.grad is None else local_tensor(parameter.grad)
 
 
 class Stateful(Protocol):
@@ -30,14 +83,8 @@ class Stateful(Protocol):
 
 @final
 class Replicated:
-    """Weights, buffers, optimizer and position in the data of this rank of a replica.
-
-    Args:
-        par: the parallel module.
-        optimizer: its optimizer.
-        data: the batches.
-        state: what is copied beside module and optimizer, with the position of ``data``.
-        same: what all replicas must be given alike; its ``repr`` is compared.
+    """Weights, buffers, optimizer and position in the data of this rank of a replica; see
+    :class:`meshpar.training.Replicas` for the arguments.
     """
 
     def __init__(
@@ -46,25 +93,22 @@ class Replicated:
         self._par, self._optimizer, self._data, self._state = par, optimizer, data, state
         self._same = same
 
-    def copied(self, group: Peers, quorum: Quorum, name: str) -> dict[str, Any]:
-        """Send the newest state to the replicas that have an older one; return what replica ``name`` has received, if
-        it is one of them.
-
-        Raises:
-            RuntimeError: a replica failed.
+    def synchronize(self, group: Peers, quorum: Quorum, name: str) -> dict[str, Any]:
+        """Send the newest state to the replicas that have an older one; return what replica ``name`` received. Raises
+        RuntimeError if a replica failed.
         """
-        members, best, held = quorum.ready, quorum.best, dict[str, Any]()
+        members, best, state = quorum.ready, quorum.best, dict[str, Any]()
         sources = [number for number, member in enumerate(members) if member.state == best]
         behind = [number for number, member in enumerate(members) if member.state != best]
         for turn, number in enumerate(behind):
             source = sources[turn % len(sources)]
             if name == members[source].name:
-                send(group, number, self._held())
+                send(group, number, self._whole_state())
             elif name == members[number].name:
-                held = received(group, source)
-        return held
+                state = receive(group, source)
+        return state
 
-    def _held(self) -> dict[str, Any]:
+    def _whole_state(self) -> dict[str, Any]:
         self._par.reshard()
         module = [local_tensor(tensor).detach() for _, tensor in tensors_of(self._par.module)]
         optimizer = self._optimizer.state_dict()
@@ -75,44 +119,116 @@ class Replicated:
         }
 
     @torch.no_grad()
-    def take(self, held: dict[str, Any]) -> None:
-        """Take over what :meth:`copied` has returned."""
+    def load(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`synchronize` has returned."""
         reads_of(self._par.module).wait("taking over another replica's state")
         self._par.reshard()
-        for (_, tensor), value in zip(tensors_of(self._par.module), held["module"], strict=True):
+        for (_, tensor), value in zip(tensors_of(self._par.module), state["module"], strict=True):
             local_tensor(tensor).copy_(value)
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        for number, values in held["optimizer"]["state"].items():
+        for number, values in state["optimizer"]["state"].items():
             for name, value in values.items():
-                if isinstance(value, Part):
+                if isinstance(value, SentPart):
                     values[name] = value.on(parameters[number].device_mesh)
-        self._optimizer.load_state_dict(held["optimizer"])
-        self._state.load_state_dict(held["state"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._state.load_state_dict(state["state"])
         self._optimizer.zero_grad(set_to_none=True)
 
     def compare(self, group: Peers, step: int) -> None:
-        """Compare the hashes of what all members of a group have.
-
-        Args:
-            group: of this rank's peers.
-            step: in messages.
-
-        Raises:
-            MeshparError: they differ.
-            RuntimeError: a member failed.
+        """Compare hashes of the members' states after ``step``; raises MeshparError if they differ, RuntimeError if a
+        member failed.
         """
-        total = digest_of_several(local_tensor(leaf) for leaf in leaves(self._held()) if isinstance(leaf, Tensor))
-        given = repr((self._data.state_dict(), self._data.global_batch, self._same))
-        plain = int.from_bytes(hashlib.sha256(given.encode()).digest()[:8], signed=True)
-        both = torch.tensor([int(total), ~int(total), plain, ~plain])
-        group.allreduce([both], dist.ReduceOp.MAX).wait()
-        if int(both[2]) != ~int(both[3]):
+        total = digest_of_several(
+            local_tensor(leaf) for leaf in leaves(self._whole_state()) if isinstance(leaf, Tensor)
+        )
+        settings = repr((self._data.state_dict(), self._data.global_batch, self._same))
+        plain = int.from_bytes(hashlib.sha256(settings.encode()).digest()[:8], signed=True)
+        digests = torch.tensor([int(total), ~int(total), plain, ~plain])
+        group.allreduce([digests], dist.ReduceOp.MAX).wait()
+        if int(digests[2]) != ~int(digests[3]):
             raise MeshparError(
                 f"replicas differ in the position in the data, the batch or the settings after step {step}; this one "
-                f"has {given}; start all of them from the same recipe"
+                f"has {settings}; start all of them from the same recipe"
             )
-        if int(both[0]) != ~int(both[1]):
+        if int(digests[0]) != ~int(digests[1]):
             raise MeshparError(
                 f"replicas have different weights or optimizer states after step {step}; start all of them from the "
                 "same seed or the same checkpoint, and change no weights of one replica alone"
             )
+
+
+@final
+class SentPart:
+    """A part of a DTensor on its way, with the shape, the stride and the placements of the whole."""
+
+    def __init__(
+        self, tensor: Tensor, shape: torch.Size, stride: tuple[int, ...], placements: tuple[Placement, ...]
+    ) -> None:
+        self.tensor, self._shape, self._stride, self._placements = tensor, shape, stride, placements
+
+    def on(self, mesh: DeviceMesh) -> Tensor:
+        """Return the DTensor on the receiver's mesh, in the memory in which the part is."""
+        if self.tensor.device.type == mesh.device_type:
+            return self._of(self.tensor, mesh)
+        # from_local would move it
+        placed = torch.empty_like(self._of(self.tensor.to(mesh.device_type), mesh), device=self.tensor.device)
+        local_tensor(placed).copy_(self.tensor)
+        return placed
+
+    def _of(self, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(
+            tensor, mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride
+        )
+
+
+class _Packed(pickle.Pickler):
+    """Pickles nested values without their tensors, of which it keeps this rank's parts."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: object) -> tuple[object, ...] | None:
+        if not isinstance(value, Tensor):
+            return None
+        part = local_tensor(value).detach()
+        self.tensors.append(part)
+        whole = (value.shape, value.stride(), value.placements) if isinstance(value, DTensor) else None
+        return whole, part.shape, part.dtype, part.device.type
+
+
+class _Unpacked(pickle.Unpickler):
+    """Unpickles what :class:`_Packed` has pickled; the tensors come one after another."""
+
+    def __init__(self, file: io.BytesIO, receive: Callable[[Tensor], object]) -> None:
+        super().__init__(file)
+        self._receive = receive
+
+    def persistent_load(self, reference: tuple[Any, torch.Size, torch.dtype, str]) -> object:
+        whole, shape, dtype, device = reference
+        value = torch.empty(shape, dtype=dtype)
+        self._receive(value)
+        value = value if runtime.on_host(device) else value.to(device)
+        return value if whole is None else SentPart(value, *whole)
+
+
+def send(group: Peers, to: int, values: dict[Any, Any]) -> None:
+    """Send nested values: first what they are, then tensor after tensor."""
+    packed = _Packed(file := io.BytesIO())
+    packed.dump(values)
+    header = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    for tensor in (torch.tensor([header.numel()]), header, *packed.tensors):
+        if tensor.numel():
+            group.send([tensor.contiguous().cpu()], to, 0).wait()
+
+
+def receive(group: Peers, source: int) -> dict[Any, Any]:
+    """Return what :func:`send` sends; parts of DTensors as :class:`SentPart`."""
+
+    def fill(into: Tensor) -> None:
+        if into.numel():
+            group.recv([into], source, 0).wait()
+
+    fill(size := torch.zeros(1, dtype=torch.int64))
+    fill(header := torch.empty(int(size), dtype=torch.uint8))
+    return cast("dict[Any, Any]", _Unpacked(io.BytesIO(bytes(header.tolist())), fill).load())

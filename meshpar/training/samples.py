@@ -153,7 +153,7 @@ class PackedTokens:
             if self._fitted is None:
                 labels[begins[:, 1:]] = IGNORE_INDEX
             if begins[:, :-1].any():
-                batch["position_ids"] = torch.from_numpy(restarting(begins[:, :-1]))
+                batch["position_ids"] = torch.from_numpy(restart_positions(begins[:, :-1]))
         return batch
 
     def _parts(self, index: int) -> Sequence[tuple[int, int]]:
@@ -163,7 +163,7 @@ class PackedTokens:
         return ((index * self.length, self.length),) if self._fitted is None else self._fitted.parts(index)
 
 
-def restarting(begins: np.ndarray) -> np.ndarray:
+def restart_positions(begins: np.ndarray) -> np.ndarray:
     """Return positions (B, L) int64 that count from 0 and restart where ``begins`` (B, L) is True."""
     numpy = need("numpy")
     places = numpy.arange(begins.shape[1], dtype=numpy.int64)[None]
@@ -194,10 +194,8 @@ class _Rows:
         return ids[start : min(int(ends[index]), start + self.length)]
 
 
-def padded(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids (B, L) padded with ``fill``, and their attention mask (B, L), both int64. L is the longest row,
-    rounded up.
-
+def pad_rows(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids (B, L) padded with ``fill`` to a multiple above the longest row, and their attention mask, both int64.
     An empty row has one attended position, because attention over no position is NaN.
     """
     numpy = need("numpy")
@@ -205,9 +203,9 @@ def padded(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Te
     width = min(length, -(-longest // _MULTIPLE) * _MULTIPLE)
     ids = numpy.full((len(rows), width), fill, dtype=numpy.int64)
     real = numpy.zeros((len(rows), width), dtype=numpy.int64)
-    for place, row in enumerate(rows):
-        ids[place, : row.size] = row
-        real[place, : max(1, row.size)] = 1
+    for number, row in enumerate(rows):
+        ids[number, : row.size] = row
+        real[number, : max(1, row.size)] = 1
     return torch.from_numpy(ids), torch.from_numpy(real)
 
 
@@ -236,9 +234,9 @@ class PairedExamples:
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         fill = self.file.pad_id
-        inputs, real = padded([self._inputs.ids(index) for index in indices], fill, self._inputs.length)
+        inputs, real = pad_rows([self._inputs.ids(index) for index in indices], fill, self._inputs.length)
         targets = [self._targets.ids(index) for index in indices]
-        labels, _ = padded(targets, IGNORE_INDEX, self._targets.length)
+        labels, _ = pad_rows(targets, IGNORE_INDEX, self._targets.length)
         behind = torch.full_like(labels, fill)
         behind[:, 0] = self.start_id
         behind[:, 1:] = torch.where(labels[:, :-1] == IGNORE_INDEX, fill, labels[:, :-1])
@@ -267,28 +265,23 @@ class LabelledExamples:
         return f"{len(self):,} examples of {len(self.file.classes)} classes"
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
-        inputs, real = padded([self._inputs.ids(index) for index in indices], self.file.pad_id, self._inputs.length)
+        inputs, real = pad_rows([self._inputs.ids(index) for index in indices], self.file.pad_id, self._inputs.length)
         labels = [int(self._labels.ids(index)[0]) if index != FILLER else IGNORE_INDEX for index in indices]
         return {"input_ids": inputs, "attention_mask": real, "labels": torch.tensor(labels)}
 
 
 @final
 class MappedSamples:
-    """A map-style dataset (``len``, ``dataset[i]``) whose samples are dicts of tensors or numbers, of one shape,
-    with ``labels``.
-    """
+    """A map-style dataset whose samples are dicts of tensors or numbers, of one shape, with ``labels``."""
 
     # a user's own
     def __init__(self, dataset: Any, name: str, places: np.ndarray | None = None) -> None:  # noqa: ANN401
-        """Look at the first sample.
+        """Look at the first sample; raises RecipeError if it is no such dataset.
 
         Args:
             dataset: the samples, the same on every rank. Attributes ``fingerprint`` and ``vocab_size`` are optional.
-            name: what it is made of, in words: two datasets of one name and length are taken for the same.
+            name: what it is made of: two datasets of one name and length are taken for the same.
             places: the samples to use; None: all.
-
-        Raises:
-            RecipeError: it is no such dataset.
         """
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise RecipeError(f"{name} has no length or no dataset[i]; expected a map-style torch.utils.data.Dataset")
@@ -322,17 +315,17 @@ class MappedSamples:
         """Return the samples for training and, of a fraction above 0, those for validation, chosen by ``seed``."""
         if not fraction:
             return self, None
-        held = held_out(len(self), fraction, seed)
+        is_held_out = held_out(len(self), fraction, seed)
         train, validation = (
             MappedSamples(self.dataset, f"{self.name}/{fraction}/{seed}", chosen.nonzero()[0])
-            for chosen in (~held, held)
+            for chosen in (~is_held_out, is_held_out)
         )
         return train, validation
 
     def _rows(self, indices: Sequence[int]) -> Sequence[Any]:
         places = [index if self._places is None else int(self._places[index]) for index in indices]
         several = getattr(self.dataset, "__getitems__", None)  # torch's name for many samples at once
-        return several(places) if several is not None else [self.dataset[place] for place in places]
+        return several(places) if several is not None else [self.dataset[number] for number in places]
 
 
 @final
@@ -400,10 +393,8 @@ class MixedSamples:
 
 
 def tokenizers_problem(kinds: Mapping[str, tuple[int, int]]) -> str:
-    """Return what is wrong if sources, each with its ``vocab_size`` and ``eos_id``, are not of one tokenizer; else
-    nothing.
-    """
+    """Return what is wrong if sources (``vocab_size``, ``eos_id``) are not of one tokenizer; else nothing."""
     if len({*kinds.values()}) <= 1:
         return ""
-    found = ", ".join(f"{name} has vocab_size {size} and eos_id {eos}" for name, (size, eos) in kinds.items())
-    return f"the sources of a mix are of different tokenizers: {found}; tokenize them with one"
+    differences = ", ".join(f"{name} has vocab_size {size} and eos_id {eos}" for name, (size, eos) in kinds.items())
+    return f"the sources of a mix are of different tokenizers: {differences}; tokenize them with one"

@@ -15,14 +15,8 @@ from meshpar.core.errors import RecipeError
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Bounds on a field's value, as an annotation of its type: ``Annotated[int, Bound(ge=1)]``.
-
-    A settings class checks its bounds with :func:`bound_problems`. Pydantic reads them as well, so that a recipe's
-    section has the same bounds without a second declaration.
-
-    Attributes:
-        ge, gt, le: the value is at least ``ge``, above ``gt``, at most ``le``.
-        lt: the value is below ``lt``.
+    """Bounds on a field's value, as an annotation of its type: ``Annotated[int, Bound(ge=1)]``: at least ``ge``, above
+    ``gt``, at most ``le``, below ``lt``. :func:`bound_problems` checks them, and pydantic reads them, too.
     """
 
     ge: float | None = None
@@ -58,25 +52,25 @@ def bound_problems(settings: Any) -> Iterator[str]:
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         kinds = [hint] if get_origin(hint) is Annotated else list(get_args(hint))
         several = get_origin(hint) is tuple
-        for place, number in enumerate(kinds):
+        for index, number in enumerate(kinds):
             if get_origin(number) is not Annotated:
                 continue
             kind, bound = get_args(number)
-            value, others = getattr(settings, name), list[Any]()
+            value, allowed = getattr(settings, name), list[Any]()
             if several:
-                value = value[place]
+                value = value[index]
             else:
-                others = [
+                allowed = [
                     None if inner is NoneType else inner
-                    for one in kinds
-                    if one is not number
-                    for inner in get_args(one) or [one]
+                    for alternative in kinds
+                    if alternative is not number
+                    for inner in get_args(alternative) or [alternative]
                 ]
-            if value not in others and not (
+            if value not in allowed and not (
                 isinstance(value, kind if kind is int else (int, float)) and value in bound
             ):
                 whole = "an integer " if kind is int else ""
-                yield f"{name} must be {whole}{bound}{''.join(f' or {other!r}' for other in others)}, got {value!r}"
+                yield f"{name} must be {whole}{bound}{''.join(f' or {other!r}' for other in allowed)}, got {value!r}"
 
 
 @final
@@ -165,9 +159,7 @@ class TrainSettings:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Hold the end of a run: its ``steps``, the reason why it ``stopped`` (None: it is complete), and its last
-    values.
-    """
+    """How a run ended: its ``steps``, why it ``stopped`` (None: it is complete), and its last ``values``."""
 
     steps: int
     stopped: str | None

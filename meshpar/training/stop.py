@@ -35,10 +35,9 @@ class StopRequest:
 
     A context manager, which may be entered again inside. Collective: every rank enters it. A small all-reduce of CPU
     memory on a separate group combines the ranks' flags and overlaps with the next step: the ranks agree one call of
-    :meth:`agreed` after the request, and nothing waits. If more than a second passes between two calls, the ranks wait
-    for the answer, which costs less than a thousandth of the time and saves a step. A flag tells the signal, so that
-    all ranks report the same one. Outside the main thread, where Python allows no signal handlers, only :meth:`request`
-    works.
+    :meth:`agreed` after the request, and nothing waits, unless more than a second passes between two calls. A flag
+    names the signal, so that all ranks report the same one. Outside the main thread, where Python allows no signal
+    handlers, only :meth:`request` works.
     """
 
     def __init__(self) -> None:
@@ -71,11 +70,9 @@ class StopRequest:
         return self
 
     def agreed(self) -> bool:
-        """Return whether the ranks have agreed to stop; they did not if a request came after the call before, see the
-        class.
-
+        """Return whether the ranks have agreed to stop; they hear of a request in the call after it, see the class.
         Collective: every rank calls it after every step, and between the parts of work that may take more than a
-        second: micro-batches of a step and of a validation.
+        second.
         """
         if self._group is None:
             return self.reason is not None
@@ -89,8 +86,7 @@ class StopRequest:
         return self._agreed
 
     def meet(self, failure: str, *, works: bool, within_s: float) -> tuple[list[str], bool]:
-        """Wait for the other ranks' answer; return the failures of all ranks, and whether one of them works on.
-
+        """Wait for the other ranks' answer; return the failures of all ranks, and whether one of them still works.
         Collective. Raises TimeoutError: a rank did not come within ``within_s``.
         """
         if self._group is None:

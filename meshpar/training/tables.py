@@ -41,9 +41,8 @@ class Reading:
     """A rule for rows that cannot be used, and the findings of the last reading of a source.
 
     Attributes:
-        skip: count rows that cannot be used, and continue; otherwise the first is an error.
-        rows: number of rows that were read.
-        skipped: number of rows that could not be used.
+        skip: count rows that cannot be used; otherwise the first is an error.
+        rows, skipped: number of rows that were read, and of those that could not be used.
         first: the error of the first of them.
         unused: fields that nothing reads, each with the place where it was first seen.
     """
@@ -73,10 +72,10 @@ class Reading:
     def notes(self) -> Iterator[str]:
         """Yield what a person must know of the last reading: a line about unused fields, and one about skipped rows."""
         if self.unused:
-            place = next(iter(self.unused.values()))
+            first_place = next(iter(self.unused.values()))
             yield (
                 "nothing reads these fields of the data, so they are not trained on: "
-                f"{', '.join(sorted(self.unused))} (first in {place})"
+                f"{', '.join(sorted(self.unused))} (first in {first_place})"
             )
         if self.skipped:
             yield (
@@ -102,10 +101,8 @@ def is_table(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, also one packed by gzip or zstd; raises RecipeError for other packers, and for damage found while
-    it is read.
-    """
+def open_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, also one packed by gzip or zstd; raises RecipeError for other packers, and for damage."""
     if (tool := _UNREAD.get(path.suffix)) is not None:
         raise RecipeError(f"{path} is packed by something else than gzip or zstd; unpack it first ({tool} {path.name})")
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
@@ -138,28 +135,25 @@ def _zstd(path: Path) -> tuple[Callable[..., Any], type[Exception]]:
 def records_of(
     path: Path, columns: Sequence[str] | None = None, reading: Reading | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the number and value of each record; memory stays bounded.
+    """Yield the number and value of each record; memory stays bounded. Raises RecipeError for a line that is none.
 
     Args:
         path: JSON lines, CSV, Parquet or Arrow (its stream format, which ``datasets`` writes, or its file format).
         columns: the columns of Parquet or Arrow to read; None: all.
         reading: whether lines that are no record are skipped; notes the columns that are not read.
-
-    Raises:
-        RecipeError: a line or a file is none of these.
     """
     reading = reading or Reading()
     if kind_of(path) in UNPLAIN:
-        found: Iterator[tuple[int, Any]] = _arrow_rows(path, columns, reading)
+        records: Iterator[tuple[int, Any]] = _arrow_rows(path, columns, reading)
     else:
-        found = _lines(path, reading) if kind_of(path) != ".csv" else _rows(path, reading)
-    for record in found:
+        records = _lines(path, reading) if kind_of(path) != ".csv" else _rows(path, reading)
+    for record in records:
         reading.rows += 1
         yield record
 
 
 def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, Any]]:
-    with opened(path) as file:
+    with open_file(path) as file:
         begun = False
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -222,7 +216,7 @@ def as_lines(path: Path) -> str:
 
 def _rows(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, str]]]:
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
-    with opened(path) as file:
+    with open_file(path) as file:
         reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
         try:
             for row in reader:
@@ -258,12 +252,12 @@ def _arrow_rows(path: Path, columns: Sequence[str] | None, reading: Reading) -> 
                 every, batches = None, _arrow_batches(arrow, source, path)
             for batch in batches:
                 every = every or batch.schema.names
-                kept = (
+                chosen = (
                     batch if columns is None else batch.select([name for name in columns if name in batch.schema.names])
                 )
                 reading.leave(() if columns is None else [name for name in every if name not in columns], str(path))
-                for start in range(0, kept.num_rows, _ROWS):
-                    for record in kept.slice(start, _ROWS).to_pylist():
+                for start in range(0, chosen.num_rows, _ROWS):
+                    for record in chosen.slice(start, _ROWS).to_pylist():
                         number += 1
                         yield number, record
     except (arrow.ArrowInvalid, OSError) as error:
@@ -279,7 +273,7 @@ def _arrow_batches(arrow: Any, source: Any, path: Path) -> Iterator[Any]:  # noq
     except arrow.ArrowInvalid:
         source.seek(0)
         file = arrow.ipc.open_file(source)
-        yield from (file.get_batch(place) for place in range(file.num_record_batches))
+        yield from (file.get_batch(number) for number in range(file.num_record_batches))
         return
     yield from batches
     source.seek(source.tell() - len(_ARROW_END))
@@ -290,9 +284,7 @@ def _arrow_batches(arrow: Any, source: Any, path: Path) -> Iterator[Any]:  # noq
 
 
 def column(path: Path, name: str, reading: Reading) -> Iterator[str]:
-    """Yield the texts of a table's column ``name``; raises RecipeError, unless ``reading`` skips, for a row without
-    one.
-    """
+    """Yield the texts of a table's column; raises RecipeError, unless ``reading`` skips, for a row without one."""
     for number, record in records_of(path, [name], reading):
         if not isinstance(record, dict) or not isinstance(record.get(name), str):
             keys = sorted(record) if isinstance(record, dict) else type(record).__name__

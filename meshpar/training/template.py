@@ -65,12 +65,7 @@ class ChatTemplate:
         return _DATE.search(self.text) is not None
 
     def on(self, day: datetime) -> ChatTemplate:
-        """Return the template that writes ``day`` where it calls ``strftime_now``, so that each run on the data has the
-        same text.
-
-        Raises:
-            RecipeError: it calls ``strftime_now`` with something else than a text.
-        """
+        """Return the template that writes ``day`` where it calls ``strftime_now``: each run has the same text."""
 
         def written(call: re.Match[str]) -> str:
             if call[1] is None:
@@ -93,14 +88,9 @@ class ChatTemplate:
         return texts[0]
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, Spans]:
-        """Return the text of a conversation, and what of it the assistant wrote: from behind the generation prompt to
-        the end of the turn.
-
-        Raises:
-            RecipeError: the template refuses the conversation, leaves out its tools or something that the assistant
-                says (a tool call, or the thoughts of a turn that counts), writes nothing of the assistant's, or has no
-                ``{% generation %}`` and renders an earlier turn otherwise once a later one is there, so that no part of
-                the text is known to be the assistant's.
+        """Return the text of a conversation, and what of it the assistant wrote: from the generation prompt to the end
+        of the turn. Raises RecipeError where the template refuses it or leaves out tools or what the assistant says, or
+        where no part of the text is known to be the assistant's.
         """
         try:
             whole = self.render(messages, tools)
@@ -109,17 +99,19 @@ class ChatTemplate:
                     "the chat template leaves out the tools; use a template that writes them (data.template: chatml), "
                     "or remove tools"
                 )
-            for place, message in enumerate(messages):
+            for turn, message in enumerate(messages):
                 for name in (key for key in SAID if _is_said(message, key)):
-                    bare = _without([message], {name})
-                    if self._writes(whole, [*messages[:place], *bare, *messages[place + 1 :]], tools):
+                    bare = _drop_keys([message], {name})
+                    if self._writes(whole, [*messages[:turn], *bare, *messages[turn + 1 :]], tools):
                         raise RecipeError(
-                            f"the chat template leaves out the {name} of turn {place + 1}, so the model would not "
+                            f"the chat template leaves out the {name} of turn {turn + 1}, so the model would not "
                             f"learn it; use a template that writes it{_REMEDIES.get(name, _INTO_CONTENT)}, or remove "
                             "it"
                         )
             marked = _GENERATION.search(_COMMENT.sub("", self.text))
-            spans = self._generated(whole, messages, tools) if marked else self._answers(whole, messages, tools)
+            spans = (
+                self._find_generated(whole, messages, tools) if marked else self._find_answers(whole, messages, tools)
+            )
         except RecipeError:
             raise
         except Exception as error:  # a template's own
@@ -141,19 +133,13 @@ class ChatTemplate:
 
     def unread(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, names: set[str]) -> set[str]:
         """Return which of the turns' keys ``names`` do not change the text that the template writes."""
-        if not names or self._writes(text, _without(messages, names), tools):
+        if not names or self._writes(text, _drop_keys(messages, names), tools):
             return names
-        return {name for name in names if len(names) > 1 and self._writes(text, _without(messages, {name}), tools)}
+        return {name for name in names if len(names) > 1 and self._writes(text, _drop_keys(messages, {name}), tools)}
 
     def check(self, eos: str, known: Callable[[str], object | None] | None) -> None:
-        """Check that a tokenizer can write what the template writes, and that an answer ends with its end of text.
-
-        Args:
-            eos: the token that ends a text.
-            known: the id of a token, or None; None: every token of the template will be one.
-
-        Raises:
-            RecipeError: a token of the template is none of the tokenizer, or ``eos`` never follows an answer.
+        """Raise RecipeError if a tokenizer lacks a token that the template writes, or no answer ends with ``eos``.
+        ``known`` returns the id of a token or None; None: every token of the template will be one.
         """
         missing = [] if known is None else [token for token in self.special if known(token) is None]
         if missing:
@@ -185,7 +171,7 @@ class ChatTemplate:
         except Exception:  # noqa: BLE001 - a template's own: it looks at what is not there
             return False
 
-    def _generated(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Spans:
+    def _find_generated(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Spans:
         """Return the spans of the ``{% generation %}`` blocks, wherever they are: in a macro as well."""
         text = _GENERATION.sub(lambda tag: f"{tag[1]} print '{_END if tag[2] else _BEGIN}' {tag[3]}", self.text)
         plain, spans, begin = "", Spans(), 0
@@ -204,14 +190,14 @@ class ChatTemplate:
             )
         return spans
 
-    def _answers(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Spans:
+    def _find_answers(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> Spans:
         """Return the spans of the assistant's turns, each found by rendering the conversation up to it and with it."""
         spans: Spans = []
-        for place, message in enumerate(messages):
+        for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.render(messages[:place], tools, add_generation_prompt=True)
-            through = self.render(messages[: place + 1], tools)
+            before = self.render(messages[:turn], tools, add_generation_prompt=True)
+            through = self.render(messages[: turn + 1], tools)
             why = ""
             if not through.startswith(before):
                 why = "begins it otherwise than it asks for it"
@@ -223,7 +209,7 @@ class ChatTemplate:
                 why = "has no generation prompt (add_generation_prompt) and begins it with other text"
             if why:
                 raise RecipeError(
-                    f"turn {place + 1}, the assistant's, cannot be found in the text, because the chat template "
+                    f"turn {turn + 1}, the assistant's, cannot be found in the text, because the chat template "
                     f"{why}; mark the assistant's text with {{% generation %}} in the template, give data.template: "
                     "chatml or llama3, or keep one answer in each conversation"
                 )
@@ -231,7 +217,7 @@ class ChatTemplate:
         return spans
 
 
-def _without(messages: Sequence[Message], names: set[str]) -> list[Message]:
+def _drop_keys(messages: Sequence[Message], names: set[str]) -> list[Message]:
     return [{name: value for name, value in message.items() if name not in names} for message in messages]
 
 
@@ -292,14 +278,8 @@ TEMPLATES = {
 
 
 def chat_template(name: str | None, tokenizer: TextTokenizer | None) -> ChatTemplate:
-    """Return a chat template.
-
-    Args:
-        name: of :data:`TEMPLATES`, or a file; None: the tokenizer's own.
-        tokenizer: from a folder; None: one that is still to be made.
-
-    Raises:
-        RecipeError: there is no such template.
+    """Return a chat template; raises RecipeError if there is none. ``name``: of :data:`TEMPLATES`, or a file; None: the
+    tokenizer's own. ``tokenizer`` None: it is still to be made.
     """
     variables = {"eos_token": END_OF_TEXT} if tokenizer is None else tokenizer.variables()
     if name in TEMPLATES:
@@ -313,9 +293,9 @@ def chat_template(name: str | None, tokenizer: TextTokenizer | None) -> ChatTemp
             return ChatTemplate(text=expanded(Path(name)).read_text(encoding="utf-8"), variables=variables)
         except UnicodeDecodeError as error:
             raise RecipeError(f"data.template: {name} is not UTF-8 text ({error.reason}); convert it") from error
-    own = None if tokenizer is None else tokenizer.chat_template()
-    if own is None:
+    text = None if tokenizer is None else tokenizer.chat_template()
+    if text is None:
         raise RecipeError(
             f"the tokenizer has no chat template; write data.template: {' or '.join(TEMPLATES)}, or a file with one"
         )
-    return ChatTemplate(text=own, variables=variables)
+    return ChatTemplate(text=text, variables=variables)

@@ -18,7 +18,7 @@ from typing import final
 
 from meshpar.core.errors import RecipeError
 from meshpar.process.homes import expanded
-from meshpar.training.tables import TABLES, UNPLAIN, Reading, as_lines, column, is_table, kind_of, opened
+from meshpar.training.tables import TABLES, UNPLAIN, Reading, as_lines, column, is_table, kind_of, open_file
 
 STDLIB = "stdlib"
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv", *UNPLAIN)
@@ -62,33 +62,25 @@ class TextSource:
             raise RecipeError("separator is empty; drop it to make each file one document")
 
     def files(self) -> list[Path]:
-        """Return the files without repetition, sorted within each input.
-
-        Raises:
-            RecipeError: an input matches no file, or one that is not to be read.
-        """
+        """Return the files without repetition, sorted within each input."""
         files: dict[Path, None] = {}
         for text in self.inputs:
-            found, suffixes = _expand(text, self.suffixes or _TEXT_SUFFIXES), ", ".join(self.suffixes or _TEXT_SUFFIXES)
-            if not found:
+            paths, suffixes = _expand(text, self.suffixes or _TEXT_SUFFIXES), ", ".join(self.suffixes or _TEXT_SUFFIXES)
+            if not paths:
                 hint = "".join(as_lines(path) for path in _expand(text, (".json",))[:1])
                 raise RecipeError(
                     f"input {text!r} matches no file; expected a file, a glob, or a folder with {suffixes} files{hint}"
                 )
             if self.suffixes and text != STDLIB:
-                for path in found:
+                for path in paths:
                     if kind_of(path) not in self.suffixes:
                         other = as_lines(path) or "; rename it, or write another source (files: text)"
                         raise RecipeError(f"{path} does not end in {suffixes}{other}")
-            files.update(dict.fromkeys(found))
+            files.update(dict.fromkeys(paths))
         return list(files)
 
     def documents(self) -> Iterator[str]:
-        """Yield every document that is not blank.
-
-        Raises:
-            RecipeError: a file is not UTF-8, or a line is not JSON with the field.
-        """
+        """Yield every document that is not blank."""
         self.reading.begin()
         for path in self.files():
             documents = (
@@ -99,12 +91,7 @@ class TextSource:
             yield from (document for document in documents if document.strip())
 
     def pieces(self, size: int) -> Iterator[tuple[str, bool]]:
-        """Yield the documents in pieces of about ``size`` characters, each with whether it ends its document; memory
-        stays bounded.
-
-        Raises:
-            RecipeError: see :meth:`documents`.
-        """
+        """Yield the documents in pieces of about ``size`` characters, each with whether it ends its document."""
         self.reading.begin()
         for path in self.files():
             if is_table(path):
@@ -152,13 +139,13 @@ def standard_library_root() -> Path:
 
 def standard_library() -> list[Path]:
     """Return the files of the standard library's source, without its tests and code tables, sorted."""
-    root, found = standard_library_root(), []
+    root, files = standard_library_root(), []
     for path in root.rglob("*.py"):
         folders = path.relative_to(root).parts[:-1]
         # config-3.x-platform holds a file that is made for this machine alone
         if not _NOT_SOURCE.intersection(folders) and not any(folder.startswith("config-") for folder in folders):
-            found.append(path)
-    return sorted(found)
+            files.append(path)
+    return sorted(files)
 
 
 def _streams(path: Path, separator: str | None) -> Iterator[Iterator[str]]:
@@ -175,7 +162,7 @@ def _streams(path: Path, separator: str | None) -> Iterator[Iterator[str]]:
 
 def _read(path: Path) -> Iterator[str]:
     try:
-        with opened(path) as file:
+        with open_file(path) as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig")
             yield from iter(lambda: text.read(_AT_ONCE), "")
     except UnicodeDecodeError as error:
@@ -185,10 +172,8 @@ def _read(path: Path) -> Iterator[str]:
 
 
 def cut(document: Iterator[str], size: int) -> Iterator[tuple[str, bool]]:
-    """Yield a document in pieces of ``size`` characters or some more, each with whether it is the last one; nothing of
-    a blank document.
-
-    Pieces end where a line does. Without one in eight times ``size`` they end before a space, and without one in 64 KiB
+    """Yield a document in pieces of ``size`` characters or more, each with whether it is the last; nothing of a blank
+    one. Pieces end where a line does; without one in eight times ``size`` before a space, and without one in 64 KiB
     anywhere.
     """
     rest, begun = "", False
@@ -203,11 +188,11 @@ def cut(document: Iterator[str], size: int) -> Iterator[tuple[str, bool]]:
 
 
 def _cut_at(text: str, start: int, size: int) -> int | None:
-    least, far, most = start + size, start + 8 * size, start + max(8 * size, _UNCUT)
-    if found := _LINE_END.search(text, least, far):
-        return found.end()
+    least, far, farthest = start + size, start + 8 * size, start + max(8 * size, _UNCUT)
+    if match := _LINE_END.search(text, least, far):
+        return match.end()
     if len(text) < far:
         return None
-    if found := _SPACE.search(text, least, most):
-        return found.start()
-    return most if len(text) >= most else None
+    if match := _SPACE.search(text, least, farthest):
+        return match.start()
+    return farthest if len(text) >= farthest else None

@@ -54,9 +54,7 @@ class TextTokenizer:
         plain: bool = False,
         template: str | None = None,
     ) -> None:
-        """``plain``: ids are the bytes of the text; ``template``: the chat template that is saved with it; None: the
-        folder's.
-        """
+        """``plain``: ids are the bytes of the text; ``template``: is saved with it; None: the folder's."""
         eos_id = fast.token_to_id(eos)
         if eos_id is None:
             raise RecipeError(
@@ -78,9 +76,7 @@ class TextTokenizer:
         return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_ahead(self, batches: Iterable[Sequence[str]]) -> Iterator[list[np.ndarray]]:
-        """Yield the ids of each text of each batch, uint32, without special tokens; the next batch is tokenized
-        meanwhile, on all cores.
-        """
+        """Yield the ids of the texts of each batch, uint32; the next batch is tokenized meanwhile, on all cores."""
         numpy = need("numpy")
 
         def encoded(texts: Sequence[str]) -> list[np.ndarray]:
@@ -88,25 +84,23 @@ class TextTokenizer:
                 return [numpy.frombuffer(text.encode(), dtype=numpy.uint8).astype(numpy.uint32) for text in texts]
             # What the library made is freed here: one batch of it at a time, and not beside its threads, which would
             # wait for memory.
-            found = self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in found]
+            encodings = self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in encodings]
 
-        with ThreadPoolExecutor(1) as beside:
+        with ThreadPoolExecutor(1) as pool:
             ahead: Future[list[np.ndarray]] | None = None
             for batch in batches:
-                before, ahead = ahead, beside.submit(encoded, batch)
+                before, ahead = ahead, pool.submit(encoded, batch)
                 if before is not None:
                     yield before.result()
             if ahead is not None:
                 yield ahead.result()
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ids (N,) of each text, without special tokens added, and the characters (N, 2) where each
-        begins and ends.
-        """
+        """Return the ids (N,) of each text, and the characters (N, 2) where each begins and ends."""
         numpy = need("numpy")
-        found = self.fast.encode_batch(list(texts), add_special_tokens=False)
-        return [(numpy.array(encoding.ids), numpy.array(encoding.offsets).reshape(-1, 2)) for encoding in found]
+        encodings = self.fast.encode_batch(list(texts), add_special_tokens=False)
+        return [(numpy.array(encoding.ids), numpy.array(encoding.offsets).reshape(-1, 2)) for encoding in encodings]
 
     def chat_template(self) -> str | None:
         """Return the chat template of the tokenizer's folder; None where it has none."""
@@ -123,18 +117,16 @@ class TextTokenizer:
 
     def variables(self) -> dict[str, str]:
         """Return the tokens that chat templates know by name."""
-        found = (
+        tokens = (
             {}
             if self._folder is None
-            else {kind: _configured(self._folder, kind) for kind in ("bos_token", "pad_token", "unk_token")}
+            else {kind: _read_token(self._folder, kind) for kind in ("bos_token", "pad_token", "unk_token")}
         )
-        return {kind: token for kind, token in found.items() if token is not None} | {"eos_token": self.eos}
+        return {kind: token for kind, token in tokens.items() if token is not None} | {"eos_token": self.eos}
 
     @cached_property
     def splits_between_words(self) -> bool:
-        """True where the ids of a text are those of its lines and words in turn, as for a byte-level BPE without tokens
-        of spaces.
-        """
+        """True where the ids of a text are those of its lines and words, as for a BPE without tokens of spaces."""
         parts = ("def f(x):\n", "return [x]\n", "The", " end,", "   ", " 12.")
         added = self.fast.get_added_tokens_decoder().values()
         if any(token.lstrip or token.rstrip or any(map(str.isspace, token.content)) for token in added):
@@ -142,12 +134,8 @@ class TextTokenizer:
         return [id_ for part in parts for id_ in self.encode(part)] == self.encode("".join(parts))
 
     def encode_inputs(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
-        """Return the ids of whole texts, with the special tokens that the tokenizer adds.
-
-        Args:
-            texts: texts to encode.
-            begin: for a tokenizer that adds none: whether to put ``eos`` before the text, for a model that reads the
-                first position, or after it.
+        """Return the ids of whole texts, with the special tokens that the tokenizer adds. If it adds none, ``eos`` is
+        put before the text (``begin``), for a model that reads the first position, or after it.
         """
         if self.fast.num_special_tokens_to_add(False):
             return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=True)]
@@ -156,8 +144,8 @@ class TextTokenizer:
     @property
     def pad_id(self) -> int:
         """The id that fills the shorter rows of a batch; ``eos_id`` if the tokenizer has no padding token."""
-        found = None if self._folder is None else self.fast.token_to_id(_configured(self._folder, "pad_token") or "")
-        return self.eos_id if found is None else found
+        number = None if self._folder is None else self.fast.token_to_id(_read_token(self._folder, "pad_token") or "")
+        return self.eos_id if number is None else number
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``, without special tokens."""
@@ -177,7 +165,7 @@ class TextTokenizer:
                     write_durably(folder / name, (self._folder / name).read_bytes())
         else:
             write_durably(folder / "tokenizer.json", self.fast.to_str(pretty=True))
-        if _configured_eos(folder) != self.eos:
+        if _read_eos(folder) != self.eos:
             _configure_eos(folder / "tokenizer_config.json", self.eos)
         if self._template is not None:
             write_durably(folder / "chat_template.jinja", self._template)
@@ -185,9 +173,7 @@ class TextTokenizer:
 
 
 def byte_tokenizer(template: str | None = None) -> TextTokenizer:
-    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 and whose id 256 is the end of a text, with a
-    chat template or none.
-    """
+    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 and whose id 256 is the end of a text."""
     library = need("tokenizers")
     vocabulary = {letter: byte for byte, letter in enumerate(_byte_letters())}
     fast = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=[]))
@@ -204,9 +190,6 @@ def train_bpe(documents: Iterable[str], vocab_size: int, special: Sequence[str] 
         documents: texts to train on.
         vocab_size: number of ids, including the 256 bytes and the end of text.
         special: further texts that are one token each: those of a chat template.
-
-    Raises:
-        RecipeError: ``vocab_size`` is below 257, or the text is too short for that many ids.
     """
     library = need("tokenizers")
     if vocab_size < 257:
@@ -222,7 +205,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, special: Sequence[str] 
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    fast.train_from_iterator(batched(documents, 256), trainer=trainer)
+    fast.train_from_iterator(batch_items(documents, 256), trainer=trainer)
     if fast.get_vocab_size() < vocab_size:
         raise RecipeError(
             f"the text gives a vocabulary of {fast.get_vocab_size()}; expected {vocab_size}: lower vocab_size or give "
@@ -238,9 +221,6 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
         folder: a folder with ``tokenizer.json`` and, usually, ``tokenizer_config.json``.
         eos: token that ends a document; None: the folder's ``eos_token``.
         template: the chat template that is saved with it; None: the folder's.
-
-    Raises:
-        RecipeError: there is no ``tokenizer.json``, or no end-of-text token.
     """
     library = need("tokenizers")
     folder = expanded(Path(folder))
@@ -253,7 +233,7 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
         fast = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
         fast.no_truncation()  # what a tokenizer was saved with would cut or fill every text
         fast.no_padding()
-        eos = eos or _configured_eos(folder)
+        eos = eos or _read_eos(folder)
     except Exception as error:  # tokenizers raises no other
         raise RecipeError(
             f"{folder / 'tokenizer.json'}, or tokenizer_config.json beside it, cannot be read: {brief(error)}"
@@ -265,11 +245,11 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
     return TextTokenizer(fast, eos=eos, folder=folder, template=template)
 
 
-def _configured_eos(folder: Path) -> str | None:
-    return _configured(folder, "eos_token")
+def _read_eos(folder: Path) -> str | None:
+    return _read_token(folder, "eos_token")
 
 
-def _configured(folder: Path, kind: str) -> str | None:
+def _read_token(folder: Path, kind: str) -> str | None:
     token = _setting(folder, kind)
     return token["content"] if isinstance(token, dict) else None if token is None else str(token)
 
@@ -277,7 +257,7 @@ def _configured(folder: Path, kind: str) -> str | None:
 def _setting(folder: Path, name: str) -> Any:  # noqa: ANN401 - of JSON
     files = (folder / file for file in ("tokenizer_config.json", "special_tokens_map.json"))
     read = (json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file())
-    return next((found[name] for found in read if found.get(name) is not None), None)
+    return next((settings[name] for settings in read if settings.get(name) is not None), None)
 
 
 def _configure_eos(file: Path, eos: str) -> None:
@@ -297,10 +277,8 @@ def _byte_letters() -> list[str]:
     return [chr(byte if byte in plain else next(spare)) for byte in range(256)]
 
 
-def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Yield the items in lists of ``size``; the last may be shorter. itertools has such a function since Python
-    3.12.
-    """
+def batch_items(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield the items in lists of ``size``; the last may be shorter. Python 3.12 has it in itertools."""
     rest = iter(items)
     while batch := list(islice(rest, size)):
         yield batch

@@ -10,19 +10,21 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from meshpar.core.errors import RecipeError
 from meshpar.process.build_once import build_once
 from meshpar.process.homes import expanded
 from meshpar.process.imports import need
 from meshpar.training.order import check_held_out, held_out
-from meshpar.training.tables import Reading, warn_of
+from meshpar.training.tables import warn_of
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from meshpar.training.chat import ChatSource
 
 _FORMAT = 2
 _BATCH = 3 << 18  # characters that are tokenized at once: the tokenizer holds about 100 bytes for each id of them
@@ -99,14 +101,14 @@ class TokenFile:
                 f"{path.with_suffix('.marks')} is missing or has not {size // width} bytes, one for each id of "
                 f"{path}; copy it"
             )
-        known = {name: fields[name] for name in ("dtype", "vocab_size", "eos_id")}
+        required = {name: fields[name] for name in ("dtype", "vocab_size", "eos_id")}
         more = {
             "documents": fields.get("documents", 0),
             "fingerprint": fields.get("fingerprint", ""),
             "marked": fields.get("marked", False),
             "notes": tuple(fields.get("notes", ())),
         }
-        return cls(path=path, tokens=size // width, **known, **more)
+        return cls(path=path, tokens=size // width, **required, **more)
 
     def check_ids(self, ids: np.ndarray) -> None:
         """Raise RecipeError if ids of this file are outside its vocabulary."""
@@ -185,28 +187,6 @@ class TokenSplit:
     validation: TokenFile | None
 
 
-class MarkedSource(Protocol):
-    """Documents that say themselves which of their ids count as labels: :class:`meshpar.training.chat.ChatSource`."""
-
-    @property
-    def inputs(self) -> tuple[str, ...]: ...
-
-    @property
-    def reading(self) -> Reading: ...
-
-    def documents(self) -> Iterator[str]:
-        """Yield the texts, on which a tokenizer is trained."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Return a hash of everything that determines the texts."""
-        ...
-
-    def token_pieces(self, tokenizer: TextTokenizer) -> Iterator[Piece]:
-        """Yield the ids of the documents."""
-        ...
-
-
 def prepare_tokenizer(
     name: str,
     sources: Sequence[Any],
@@ -221,16 +201,12 @@ def prepare_tokenizer(
 
     Args:
         name: ``bytes``, ``bpe`` (trained on ``sources`` and stored in ``cache``) or a folder with ``tokenizer.json``.
-        sources: the text on which a BPE is trained: each a :class:`TextSource`, or what has ``documents()`` and
-            ``fingerprint()``.
+        sources: for a BPE: each a :class:`TextSource`, or what has ``documents()`` and ``fingerprint()``.
         cache: folder for a trained tokenizer.
         vocab_size: vocabulary size of a BPE.
         special: further texts that are one token of a BPE each.
         eos: the token that ends a document, of a BPE or a folder; None: its own.
         template: the chat template that is saved with it; None: the folder's.
-
-    Raises:
-        RecipeError: the name is none of these.
     """
     if name == "bytes":
         return byte_tokenizer(template)
@@ -256,11 +232,11 @@ def training_texts(source: Any) -> Iterator[str]:  # noqa: ANN401 - of texts or 
 
 
 def prepare_tokens(
-    source: TextSource | MarkedSource,
+    source: TextSource | ChatSource,
     tokenizer: TextTokenizer,
     cache: str | Path,
     *,
-    validation: TextSource | MarkedSource | None = None,
+    validation: TextSource | ChatSource | None = None,
     validation_fraction: float = 0.0,
     seed: int = 0,
 ) -> TokenSplit:
@@ -269,16 +245,11 @@ def prepare_tokens(
     Args:
         source: the text, or conversations.
         tokenizer: converts documents to ids; ``eos_id`` follows each document.
-        cache: a folder that at least the ranks of one machine share. File names in it are hashes of everything they
-            depend on.
+        cache: a folder that at least the ranks of one machine share.
         validation: separate text for validation; None: none.
         validation_fraction: instead, this part of the source's documents (at least one), chosen by ``seed``. A single
             document is split, and its end is for validation.
         seed: seed of the choice of documents.
-
-    Raises:
-        RecipeError: both ``validation`` and a fraction are given, the fraction is not in 0 to 1, or the text has no
-            tokens.
     """
     check_held_out(validation, validation_fraction)
     whole = _tokenize_once(source, tokenizer, Path(cache))
@@ -288,13 +259,8 @@ def prepare_tokens(
 
 
 def split_tokens(whole: TokenFile, cache: str | Path, *, fraction: float, seed: int = 0) -> TokenSplit:
-    """Split a token file into training and validation by document, see :func:`prepare_tokens`.
-
-    Args:
-        whole: the tokens; documents end with ``whole.eos_id``.
-        cache: folder for the two files.
-        fraction: part of the documents for validation; 0: all documents are for training, and nothing is copied.
-        seed: seed of the choice of documents.
+    """Split a token file into training and validation by document, see :func:`prepare_tokens`. ``fraction`` 0: all
+    documents are for training, and nothing is copied.
     """
     if not fraction:
         return TokenSplit(train=whole, validation=None)
@@ -309,9 +275,8 @@ def write_tokens(
     path: str | Path, documents: Iterable[Sequence[int] | np.ndarray], *, vocab_size: int, eos_id: int
 ) -> TokenFile:
     """Write documents (including their end ids) as a token file and return it."""
-    return _write_pieces(
-        Path(path), ((document, True, None) for document in documents), vocab_size=vocab_size, eos_id=eos_id
-    )
+    pieces = ((document, True, None) for document in documents)
+    return _write_pieces(Path(path), pieces, vocab_size=vocab_size, eos_id=eos_id)
 
 
 def _write_pieces(path: Path, pieces: Iterable[Piece], *, vocab_size: int, eos_id: int) -> TokenFile:
@@ -323,10 +288,10 @@ def _write_pieces(path: Path, pieces: Iterable[Piece], *, vocab_size: int, eos_i
         file, marks = stack.enter_context(path.open("wb")), None
         for piece, ends, counted in pieces:
             ids = numpy.asarray(piece)
-            least, most = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
-            if least < 0 or most >= vocab_size:
+            low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+            if low < 0 or high >= vocab_size:
                 raise RecipeError(
-                    f"a document has id {least if least < 0 else most}; expected ids of 0 to {vocab_size - 1}, the "
+                    f"a document has id {low if low < 0 else high}; expected ids of 0 to {vocab_size - 1}, the "
                     "size of the vocabulary"
                 )
             data = ids.astype(numpy.dtype(dtype).newbyteorder("<")).data
@@ -357,23 +322,23 @@ def _write_pieces(path: Path, pieces: Iterable[Piece], *, vocab_size: int, eos_i
     return written
 
 
-def _tokenize_once(source: TextSource | MarkedSource, tokenizer: TextTokenizer, cache: Path) -> TokenFile:
+def _tokenize_once(source: TextSource | ChatSource, tokenizer: TextTokenizer, cache: Path) -> TokenFile:
     def build(folder: Path) -> None:
         pieces = _token_pieces(source, tokenizer) if isinstance(source, TextSource) else source.token_pieces(tokenizer)
         written = _write_pieces(folder / "tokens.bin", pieces, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
         if written.tokens < 2:
-            found = "".join(f"; {note}" for note in source.reading.notes())
+            notes = "".join(f"; {note}" for note in source.reading.notes())
             raise RecipeError(
                 f"the text of {', '.join(source.inputs)} has {written.tokens} tokens; expected at least 2: give more "
-                f"text{found}"
+                f"text{notes}"
             )
         written.check_labels()
         replace(written, notes=tuple(source.reading.notes())).save()
 
     key = _key("tokens", source.fingerprint(), tokenizer.fingerprint())
-    found = TokenFile.open(build_once(cache / f"tokens-{key}", build) / "tokens.bin")
-    warn_of(found.notes)
-    return found
+    tokens = TokenFile.open(build_once(cache / f"tokens-{key}", build) / "tokens.bin")
+    warn_of(tokens.notes)
+    return tokens
 
 
 def _token_pieces(source: TextSource, tokenizer: TextTokenizer) -> Iterator[Piece]:
@@ -383,23 +348,23 @@ def _token_pieces(source: TextSource, tokenizer: TextTokenizer) -> Iterator[Piec
     ends: deque[list[bool]] = deque()
 
     def batches() -> Iterator[list[str]]:
-        for batch in _batched(source.pieces(_PIECE if tokenizer.splits_between_words else _LONG_PIECE)):
+        for batch in _batch_pieces(source.pieces(_PIECE if tokenizer.splits_between_words else _LONG_PIECE)):
             ends.append([last for _, last in batch])
             yield [text for text, _ in batch]
 
-    for found in tokenizer.encode_ahead(batches()):
-        parts = [part for ids, last in zip(found, ends.popleft()) for part in ((ids, False), (end, True))[: 1 + last]]
+    for encoded in tokenizer.encode_ahead(batches()):
+        parts = [part for ids, last in zip(encoded, ends.popleft()) for part in ((ids, False), (end, True))[: 1 + last]]
         # One array for all that ends no document: thousands of small writes would take as long as tokenizing.
         start = 0
-        for place, (_, last) in enumerate(parts):
+        for number, (_, last) in enumerate(parts):
             if last:
-                yield numpy.concatenate([ids for ids, _ in parts[start : place + 1]]), True, None
-                start = place + 1
+                yield numpy.concatenate([ids for ids, _ in parts[start : number + 1]]), True, None
+                start = number + 1
         if start < len(parts):
             yield numpy.concatenate([ids for ids, _ in parts[start:]]), False, None
 
 
-def _batched(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+def _batch_pieces(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
     batch: list[tuple[str, bool]] = []
     size = 0
     for piece in pieces:
@@ -426,7 +391,7 @@ def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> 
         chosen = held_out(ends.size, fraction, seed)
     starts = [0, *ends[:-1].tolist()]
     for name, wanted in (("train", False), ("validation", True)):
-        documents = ((start, end) for start, end, held in zip(starts, ends.tolist(), chosen) if held == wanted)
+        documents = ((start, end) for start, end, is_held in zip(starts, ends.tolist(), chosen) if is_held == wanted)
         parts = (
             (ids[at:to], to == end, None if marks is None else (marks[at:to] & COUNTS) > 0)
             for start, end in documents

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, final
 
 from meshpar.core.errors import MeshparError
 from meshpar.process.imports import need
-from meshpar.training.metrics import Ended, Metrics
+from meshpar.training.reporters import Ended, Metrics
 from meshpar.training.tracking import TrackedRun
 
 _ROOM = 32 << 20  # bytes on the disk for what W&B and Trackio have in memory
@@ -169,18 +169,18 @@ class MLflow:
         mlflow: Any = need("mlflow", extra="mlflow")
         self._metric = mlflow.entities.Metric
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
-        known = self._client.get_experiment_by_name(experiment)
-        if known:
-            place = known.experiment_id
+        existing = self._client.get_experiment_by_name(experiment)
+        if existing:
+            number = existing.experiment_id
         else:  # MLflow's own place of artifacts, without a server, is the working directory
             served = self._client.tracking_uri.startswith("http")
-            place = self._client.create_experiment(experiment, None if served else (run.folder / "mlflow").as_uri())
-        found = self._client.search_runs([place], f"tags.`meshpar.id` = '{run.id}'", max_results=1)
-        if found:
-            self._id = found[0].info.run_id
+            number = self._client.create_experiment(experiment, None if served else (run.folder / "mlflow").as_uri())
+        runs = self._client.search_runs([number], f"tags.`meshpar.id` = '{run.id}'", max_results=1)
+        if runs:
+            self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
         else:
-            self._id = self._client.create_run(place, tags={"meshpar.id": run.id}, run_name=run.name).info.run_id
+            self._id = self._client.create_run(number, tags={"meshpar.id": run.id}, run_name=run.name).info.run_id
             self._client.log_batch(self._id, params=[mlflow.entities.Param(*fact) for fact in _flat(run.facts)])
         if commit := run.facts.get("commit"):
             self._client.set_tag(self._id, "mlflow.source.git.commit", commit)

@@ -31,7 +31,7 @@ from meshpar.parallelized import Parallelized
 from meshpar.process.imports import need
 from meshpar.process.leftovers import write_durably
 from meshpar.process.secrets import redacted
-from meshpar.training.metrics import Ended, JsonLines, Metrics
+from meshpar.training.reporters import Ended, JsonLines, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +114,11 @@ class Trackers:
         code: str | Path | None = None,
     ) -> None:
         folder = Path(folder).absolute()
-        made = {called: partial(usable(registry.TRACKER.find(called)), **trackers[called]) for called in trackers}
-        known = redacted(facts or {}) | ({} if code is None else {"commit": commit_of(Path(code))})
+        factories = {called: partial(usable(registry.TRACKER.find(called)), **trackers[called]) for called in trackers}
+        shown = redacted(facts or {}) | ({} if code is None else {"commit": commit_of(Path(code))})
         self._lines = JsonLines(folder / METRICS, step=step)
-        run = TrackedRun(name=name or folder.name, id="", folder=folder, step=step, facts=known)
-        self._senders = [_Sender(called, make, run) for called, make in made.items()]
+        run = TrackedRun(name=name or folder.name, id="", folder=folder, step=step, facts=shown)
+        self._senders = [_Sender(called, make, run) for called, make in factories.items()]
 
     def report(self, record: Metrics) -> None:
         """Write a record, which the trackers get within five seconds."""
@@ -141,8 +141,8 @@ class Trackers:
 
 
 def usable(found: Any) -> Any:  # noqa: ANN401 - what the package offers
-    """Return a plugin or a class whose packages are installed: its ``requires``, if it has one, is the package that it
-    needs and meshpar's extra that installs it. Raises MeshparError without this package.
+    """Return a plugin whose packages are installed: its ``requires``, if any, is a package and meshpar's extra that
+    installs it. Raises MeshparError without this package.
     """
     if requires := getattr(found, "requires", None):
         need(requires[0], extra=requires[1])
@@ -160,12 +160,12 @@ class _Sender:
         self.ended: Ended = "complete"
         self._name, self._make = name, make
         self._lines, self._marker = run.folder / METRICS, run.folder / SENT / f"{name}.json"
-        known: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         with suppress(OSError, ValueError):
-            known = json.loads(self._marker.read_text(encoding="utf-8"))
-        self._run = replace(run, id=known.get("id") or secrets.token_hex(4))
+            state = json.loads(self._marker.read_text(encoding="utf-8"))
+        self._run = replace(run, id=state.get("id") or secrets.token_hex(4))
         # of a run that was set back, what is left was sent
-        self._sent = min(int(known.get("sent", 0)), self._lines.stat().st_size)
+        self._sent = min(int(state.get("sent", 0)), self._lines.stat().st_size)
         self._warned = False
         self._most, self._alone, self._retry_s = _MOST, 0, _RETRY_S  # lines at once; errors of the next line alone
         self._ahead: set[bytes] = set()  # lines that the tracker has, after one that it refused
@@ -279,8 +279,8 @@ class _Sender:
 def _record(line: bytes) -> dict[str, float]:
     """Return the finite values of a line; nothing for a line that is no record."""
     try:
-        found = json.loads(line)
-        return {name: value for name, value in found.items() if value is not None} if "step" in found else {}
+        record = json.loads(line)
+        return {name: value for name, value in record.items() if value is not None} if "step" in record else {}
     except (ValueError, TypeError):
         return {}
 

@@ -66,7 +66,7 @@ STEPS = {
         transformer,
         "dp_shard=8",
         [FullyShard(param_dtype=torch.float16)],
-        {"training.loop.Trainer._may_step": 1},  # whether the step counts decides the next one's scale
+        {"training.step.Skips.allows": 1},  # whether the step counts decides the next one's scale
     ),
 }
 """Model, mesh, passes -> the places, and how often a step of two micro-batches waits there."""
@@ -124,7 +124,7 @@ def waits_of(build, mesh, passes, *, rank=0, half=False, fused=True):
         tensor = torch.ones(2, 16, dtype=torch.int64, device="cpu")
         for watch in (contextlib.nullcontext(), races := Races()):
             with Waits() as waits, watch:
-                trainer._train_step([{"input_ids": tensor, "labels": tensor}] * 2)
+                trainer._train_step([{"input_ids": tensor, "labels": tensor}] * 2, 0.0)
                 trainer.step += 1
                 trainer._report()
         return dict(waits.places) | races.found

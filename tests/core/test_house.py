@@ -93,7 +93,7 @@ MEASURED = {
         "meshpar.forecasting.step",
         "meshpar.launchers.jobs.reports",
         "meshpar.passes.recompute",
-        "meshpar.training.profile",
+        "meshpar.launchers.jobs.profile",
     },
     "jobs.py": {"meshpar.launchers.jobs"},
     "log_probs.py": {"meshpar.losses.log_probs"},
@@ -448,7 +448,7 @@ FACTS = {
     ),
     "the prefix of a model's tensors": ("checkpoints/format/manifest.py", lambda value: value == "model."),
     "the peak speed of an accelerator": (
-        "meshpar/training/metrics.py",
+        "meshpar/process/accelerators.py",
         lambda value: value in (312e12, 989e12, 2250e12),
     ),
     "the mesh that the nodes decide": (

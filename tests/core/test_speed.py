@@ -65,12 +65,13 @@ def test_a_report_is_read_later_than_it_is_begun() -> None:
             return values
 
     meter = Meter(Alone())
-    meter.add(torch.tensor(8.0), 4, {})
-    first = meter.begin(torch.tensor(3.0))
-    meter.add(torch.tensor(100.0), 4, {})
-    record, more = first.read()
-    assert record["train/loss"] == 2.0 and more == [3.0]
-    assert meter.begin().read()[0]["train/loss"] == 25.0
+    meter.add(4, {"loss": torch.tensor(8.0)})
+    meter.begin({"step": 1}, {"norm": torch.tensor(3.0)})
+    meter.add(4, {"loss": torch.tensor(100.0)})
+    record = meter.read()
+    assert (record["train/loss"], record["norm"], record["step"]) == (2.0, 3.0, 1)
+    meter.begin({}, {})
+    assert meter.read()["train/loss"] == 25.0
 
 
 @pytest.mark.long

@@ -23,8 +23,8 @@ import meshpar
 from meshpar._torch.groups import default_store, gloo_threads, group_title
 from meshpar.core import runtime
 from meshpar.core.mesh import MeshSpec
+from meshpar.launchers.jobs.profile import LEAST, STEPS, WARM, Page, Profiled, Times, times_of
 from meshpar.testing import on_ranks
-from meshpar.training.profile import LEAST, STEPS, WARM, Page, Profiled, Times, times_of
 from tests.support.patience import patient, until
 
 RECIPE = """\

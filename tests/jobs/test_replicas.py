@@ -60,11 +60,11 @@ from meshpar.training import (
     Schedule,
     Trainer,
     TrainSettings,
-    elastic,
+    rendezvous,
 )
-from meshpar.training.metrics import JsonLines
 from meshpar.training.order import Interleave
 from meshpar.training.quorum import Member, Quorum
+from meshpar.training.reporters import JsonLines
 from meshpar.training.stop import StopRequest
 from tests.support import patience
 from tests.support.hosts import Hosts, Unavailable
@@ -377,8 +377,8 @@ def test_replicas_that_wait_for_another_give_it_up_at_once():
         return time.monotonic() - began
 
     with pytest.MonkeyPatch.context() as patch, members[0], members[1], ThreadPoolExecutor(2) as pool:
-        patch.setattr(elastic, "_MOST_S", 3.0)
-        patch.setattr(elastic, "_CONNECT_S", 0.5)
+        patch.setattr(rendezvous, "_ALONE_S", 3.0)
+        patch.setattr(rendezvous, "_CONNECT_S", 0.5)
         waited = list(pool.map(begin, members))
     assert max(waited) < patience.patient(10.0)
     lighthouse.close()
@@ -409,7 +409,7 @@ def test_the_last_samples_of_an_epoch_are_shared_anew_when_their_replica_is_lost
 @on_ranks(2, fresh="changes bounds in seconds")
 def test_all_ranks_wait_for_the_lighthouse():
     """Its host may start later: also those ranks wait that do not ask it."""
-    elastic._MOST_S, elastic._CONNECT_S = 0.0, 0.2  # so long the other rank waits for the one that asks
+    rendezvous._ALONE_S, rendezvous._CONNECT_S = 0.0, 0.2  # so long the other rank waits for the one that asks
     par = Plan("dp_shard=2", [FullyShard()]).apply(lab.model())
     with pytest.raises(ReplicaError, match="does not answer"):
         Replicas(
@@ -455,7 +455,7 @@ class Watched:
 
     def loss(self, model, batch):
         if not model.training:
-            membership = self.trainer.replicas._membership
+            membership = self.trainer.replicas._rendezvous._membership
             self.sent, self.moved, membership.fresh = (
                 self.trainer.state_dict()["tokens"],
                 (*self.moved, membership._moved),
@@ -500,12 +500,12 @@ def test_a_long_validation_costs_no_checkpoint():
         for step in itertools.islice(Batches(lab.Rows(16), micro_batch=2, seed=0), 2)
         for batch in step
     ]
-    assert objective.sent == trainer.tokens == sum(counted)
-    trainer._meter.add(torch.ones(()), 5, {})
+    assert objective.sent == trainer.reports.tokens == sum(counted)
+    trainer.reports.meter.add(5, {"loss": torch.ones(())})
     trainer.load_state_dict(
         trainer.state_dict()
     )  # as a replica does that was dropped: the others have told these tokens
-    assert not trainer._meter.used
+    assert not trainer.reports.meter.used
 
 
 def test_a_replica_that_leads_again_opens_its_files_again(tmp_path):

@@ -27,14 +27,14 @@ from meshpar import (
 )
 from meshpar.core.resolved import resolve
 from meshpar.optim import Muon, SmallAdamW
+from meshpar.optim.elementwise import check_elementwise
 from meshpar.testing import on_ranks
 from meshpar.training import CausalLM, Distillation, ExpertLoad, SequenceClassification, build_adamw, freeze
 from meshpar.training.elastic import Replicas
-from meshpar.training.elementwise import check_elementwise
 from meshpar.training.generating import generate
+from meshpar.training.lighthouse import Lighthouse
 from meshpar.training.lora import LoRA, add_adapters
 from meshpar.training.optimizer import AdamWSettings, Schedule, scale_rates
-from meshpar.training.quorum import Lighthouse
 from meshpar.training.samples import MappedSamples
 from meshpar.training.trackers import WandB
 from tests.core.test_optimizer_groups import told_rates

@@ -19,16 +19,15 @@ import torch
 from torch import nn
 
 from meshpar import ContextParallel, ExpertsLayout, FullyShard, ModelLayout, Plan, TensorParallel
+from meshpar.optim.elementwise import check_elementwise
 from meshpar.training.chat import ChatSource
 from meshpar.training.data import Batches, LoaderSettings
-from meshpar.training.elementwise import check_elementwise
 from meshpar.training.evaluation import Samples
-from meshpar.training.examples import prepare_examples
+from meshpar.training.examples import RecordSource, prepare_examples
 from meshpar.training.experts import balance_problems
 from meshpar.training.lora import LoRA
 from meshpar.training.objectives import teacher_problems
 from meshpar.training.optimizer import Schedule
-from meshpar.training.records import RecordSource
 from meshpar.training.samples import MixedSamples, PackedTokens, tokenizers_problem
 from meshpar.training.settings import TrainSettings
 from meshpar.training.tables import Reading, as_lines

@@ -44,11 +44,11 @@ from meshpar.training import (
     Schedule,
     Trackers,
     TrainSettings,
-    beside,
     build_adamw,
     generate,
     log_likelihoods,
     tracking,
+    validating,
     write_tokens,
 )
 from meshpar.training.loop import Trainer
@@ -507,7 +507,7 @@ def train(folder: Path, fault: Fault | None, ranks: int, *, keep: int | None = 2
     torch.set_num_threads(1)
     tracking._RETRY_S = tracking._PAUSE_S = 0.02
     tracking.PATIENCE_S = tracking._CLOSE_S = 0.3
-    beside._LAST_S, beside._LOOK_S = 0.3, 0.05
+    validating._LAST_S, validating._LOOK_S = 0.3, 0.05
     with meshpar.distributed("cpu", timeout_s=60):
         config = TransformerConfig(
             vocab_size=VOCAB, dim=8, layers=2, heads=2, kv_heads=2, hidden=12, max_positions=256, dropout=0.1
@@ -546,13 +546,13 @@ def train(folder: Path, fault: Fault | None, ranks: int, *, keep: int | None = 2
             if dist.get_rank() == 0:
                 how = "" if fault is None else fault.tracker
                 board = Trackers(folder / "run", {f"{HERE}.Board": {"how": how}}, step=trainer.step)
-                trainer.reporters = (board,)
+                trainer.reports.reporters = (board,)
             if fault is not None and fault.start is not None:
                 fault.start(folder / "run")
             try:
                 stopped = trainer.run().stopped
             finally:
-                for reporter in trainer.reporters:
+                for reporter in trainer.reports.reporters:
                     reporter.close(trainer.ended)
             note(folder, "ended", trainer.step, digest(par, optimizer))
     return exit_code_of(stopped)

@@ -29,9 +29,8 @@ from meshpar.process.build_once import build_once
 from meshpar.process.imports import need
 from meshpar.training import text
 from meshpar.training.data import FILLER, Batches, LoaderSettings
-from meshpar.training.examples import prepare_examples
-from meshpar.training.order import permuted
-from meshpar.training.records import RecordSource
+from meshpar.training.examples import RecordSource, prepare_examples
+from meshpar.training.order import permute
 from meshpar.training.samples import PackedTokens
 from meshpar.training.tables import Reading
 from meshpar.training.text import TextSource
@@ -437,12 +436,12 @@ def test_a_missing_library_names_the_extra() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 100, 1025])
 def test_the_order_is_a_permutation(count: int) -> None:
     for key in (0, 1, 2**63 + 5):
-        assert sorted(permuted(np.arange(count), count, key)) == list(range(count))
+        assert sorted(permute(np.arange(count), count, key)) == list(range(count))
 
 
 def test_the_order_is_pinned_and_looks_random() -> None:
-    assert permuted(np.arange(10), 10, 1).tolist() == [4, 3, 0, 5, 1, 2, 9, 7, 8, 6]
-    order = permuted(np.arange(10_000), 10_000, 7)
+    assert permute(np.arange(10), 10, 1).tolist() == [4, 3, 0, 5, 1, 2, 9, 7, 8, 6]
+    order = permute(np.arange(10_000), 10_000, 7)
     assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
 

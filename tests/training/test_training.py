@@ -27,14 +27,15 @@ from meshpar.models import Transformer, TransformerConfig
 from meshpar.passes.tensor.random import mix
 from meshpar.step.placements import local_tensor
 from meshpar.testing import on_ranks, whole
-from meshpar.training.console import Console
 from meshpar.training.data import Batches
 from meshpar.training.loop import Trainer
-from meshpar.training.metrics import JsonLines, Meter, peak_flops
+from meshpar.training.metrics import Meter, peak_flops
 from meshpar.training.objectives import CausalLM
 from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw, scaled_rate
+from meshpar.training.reporters import Console, JsonLines
 from meshpar.training.samples import PackedTokens
 from meshpar.training.settings import TrainSettings
+from meshpar.training.step import Skips
 from meshpar.training.stop import StopRequest
 from meshpar.training.tokens import write_tokens
 from tests.support.tiers import daily
@@ -103,13 +104,14 @@ def trainer(
     )
     parts = {
         name: more.pop(name)
-        for name in ("validation", "checkpointer", "reporters", "scaler", "objective", "evaluations")
+        for name in ("validation", "checkpointer", "reporters", "scaler", "objective", "schedule", "evaluations")
         if name in more
     }
     settings = TrainSettings(**{"steps": steps, "log_every": 1, "seed": 11} | more)
     optimizer = build_adamw(par.module, AdamWSettings(eps=1e-3))
-    schedule = Schedule(name="cosine", lr=1e-2, steps=6, warmup_steps=2, min_ratio=0.2)
-    return Trainer(par, parts.pop("objective", CausalLM()), data, optimizer, schedule, settings, **parts)
+    usual = Schedule(name="cosine", lr=1e-2, steps=6, warmup_steps=2, min_ratio=0.2)
+    objective, schedule = parts.pop("objective", CausalLM()), parts.pop("schedule", usual)
+    return Trainer(par, objective, data, optimizer, schedule, settings, **parts)
 
 
 def weights(par: Parallelized) -> dict[str, torch.Tensor]:
@@ -303,9 +305,9 @@ def test_validation_is_the_mean_over_all_tokens(group: None, tmp_path: Path) -> 
     with torch.no_grad():
         logits = par.module(input_ids=batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    before = run.moves
+    before = run.validations.moves
     assert run.validate() == run.validate() == {"loss": pytest.approx(float(expected), rel=1e-5)}
-    assert run.moves == before + 2 * -(-len(samples) // 3), "every batch counts as a move"
+    assert run.validations.moves == before + 2 * -(-len(samples) // 3), "every batch counts as a move"
 
 
 def resumed(par: Parallelized, saved: tuple[Any, Any, dict[str, Any]], samples: PackedTokens, **more: Any) -> Trainer:
@@ -370,8 +372,8 @@ def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(
     def train(saved: Any = None, **more: Any) -> tuple[Trainer, dict[int, float], dict[int, Any]]:
         par, kept, records = parallel(), Kept(), Records()
         more = {"steps": None, "epochs": 2, "checkpointer": kept, "reporters": [records], "checkpoint_every": 4} | more
+        more |= {"schedule": schedule}
         run = trainer(par, samples, **more) if saved is None else resumed(par, saved, samples, **more)
-        run.schedule = schedule
         rates, size, epoch = {}, run.data.global_batch, len(samples)
         at, step = (run.data.epoch * epoch + run.data.position()["samples"], run.step)
         run.run()
@@ -389,13 +391,13 @@ def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(
             all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys())
             and len(later.keys() & rates.keys()) > 1
         )
-        assert list(later.values()) == [whole.planned.rate(at // 42 * 11 + at % 42 / 4) for at in later]
-        assert again.planned == whole.planned
+        assert list(later.values()) == [whole.course.planned.rate(at // 42 * 11 + at % 42 / 4) for at in later]
+        assert again.course.planned == whole.course.planned
     # and once more, with the first batch again
     last, later, _ = train(more[12], micro=2)
     assert (
         all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys())
-        and last.planned == whole.planned
+        and last.course.planned == whole.course.planned
     )
     # as it was saved before a state told its batch
     model, optimizer, extra = steps[8]
@@ -409,7 +411,7 @@ def test_steps_that_were_asked_for_are_steps_in_any_batch(group: None, tmp_path:
     whole.run()
     again = resumed(parallel(), kept.steps[4], samples, steps=10, epochs=3, micro=4, reporters=[records])
     assert again.total_steps == 10 and again.run().steps == 10
-    assert [record["lr"] for record in records.records] == [whole.planned.rate(step) for step in range(4, 10)]
+    assert [record["lr"] for record in records.records] == [whole.course.planned.rate(step) for step in range(4, 10)]
 
 
 @on_ranks(2)
@@ -437,8 +439,8 @@ def test_a_stop_in_a_long_step_leaves_its_micro_batches(tmp_path: Path, reshard:
     more: dict[str, Any] = {"micro": 1, "accumulate": 6, "steps": 3, "reduce_each": reduce_each}
     trainer(whole, samples, **more).run()
     kept = Kept()
-    run = trainer(part, samples, checkpointer=kept, **more)
-    run.objective = Asking(8 if dist.get_rank() else 99, trains=True)
+    asking = Asking(8 if dist.get_rank() else 99, trains=True)
+    run = trainer(part, samples, checkpointer=kept, objective=asking, **more)
     outcome = run.run()
     assert (outcome.stopped, outcome.steps, sorted(kept.steps)) == ("SIGHUP", 1, [1])
     for again in (part, parallel("dp_shard=2", passes, dropout=0.2)):
@@ -544,9 +546,9 @@ def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized
             "validation": held,
             "checkpointer": kept,
             "reporters": [records],
+            "objective": Asking(batch if dist.get_rank() == dist.get_world_size() - 1 else 99),
         }
         run = resumed(par, saved, samples, **more) if saved else trainer(par, samples, **more)
-        run.objective = Asking(batch if dist.get_rank() == dist.get_world_size() - 1 else 99)
         return run.run(), kept, records
 
     _, whole, expected = train(par)
@@ -648,12 +650,11 @@ def test_a_loss_that_is_not_finite_names_its_step_and_saves_nothing(group: None,
 
 
 def test_an_accelerator_is_read_only_when_a_record_is_due(group: None, tmp_path: Path) -> None:
-    run = trainer(parallel(), packed(tmp_path))
+    skips = Skips(TrainSettings(steps=4), None, torch.device("cpu"))
     for step, norm in enumerate((1.0, math.nan, 1.0, math.inf)):
-        run.step = step
-        run._mark_if_bad(torch.tensor(norm))
+        skips.mark(step, torch.tensor(norm))
     with pytest.raises(MeshparError, match="step 2 is not finite"):
-        run._raise_if_bad(int(run._first_bad))
+        skips.check(int(skips.first_bad))
 
 
 class Spiked(Poisoned):
@@ -672,11 +673,11 @@ def test_spikes_of_the_gradient_are_skipped_counted_and_resumed(group: None, tmp
     run = trainer(whole_run, samples, objective=Spiked(5, 24), checkpointer=kept, reporters=[records], **more)
     run.run()
     assert [record.get("skipped") for record in records.records if "lr" in record][-3:] == [1, 1, 1]
-    assert run.skipped == 1, "the spike before there are 20 norms is trained"
+    assert run._work.skips.count == 1, "the spike before there are 20 norms is trained"
     part = parallel()
     again = resumed(part, kept.steps[22], samples, objective=Spiked(2), **more)
     again.run()
-    assert again.skipped == 1
+    assert again._work.skips.count == 1
     assert_equal(weights(whole_run), weights(part))
     with pytest.raises(RecipeError, match="skip_spikes must be above 1"):
         TrainSettings(steps=1, skip_spikes=0.5)
@@ -686,7 +687,7 @@ def test_steps_that_are_not_finite_can_be_skipped(group: None, tmp_path: Path) -
     par, records = parallel(), Records()
     run = trainer(par, packed(tmp_path), objective=Poisoned(2, 3), accumulate=1, nonfinite="skip", reporters=[records])
     assert run.run().steps == 6
-    assert run.skipped == 2 and all(math.isfinite(record["train/loss"]) for record in records.records)
+    assert run._work.skips.count == 2 and all(math.isfinite(record["train/loss"]) for record in records.records)
     assert [record["step"] for record in records.records] == [1, 4, 5, 6]
     assert all(bool(parameter.isfinite().all()) for parameter in par.module.parameters())
     forever = trainer(
@@ -735,7 +736,7 @@ def test_an_overflow_on_the_shards_of_one_rank_is_skipped_by_all() -> None:
         run.run()
         handle.remove()
         assert [record["step"] for record in records.records] == [1, 2, 4] and (
-            run.skipped,
+            run._work.skips.count,
             scaler.skipped,
             scaler.scale,
         ) == (1, 1, 2.0**9)
@@ -764,8 +765,8 @@ def test_half_precision_keeps_masters_in_float32(dtype: torch.dtype) -> None:
                 accumulate=1,
                 reporters=[records],
                 scaler=LossScaler() if dtype == torch.float16 else None,
+                schedule=Schedule(name="constant", lr=1e-7, steps=6, warmup_steps=0),
             )
-            run.schedule = Schedule(name="constant", lr=1e-7, steps=6, warmup_steps=0)
             run.run()
             moved = weights(par)
             assert all(parameter.dtype == torch.float32 for parameter in par.module.parameters())
@@ -783,11 +784,11 @@ def test_random_state_of_a_step_needs_only_seed_and_step(group: None, tmp_path: 
     run = trainer(parallel(dropout=0.3), packed(tmp_path))
     run.step = 5
     torch.manual_seed(123)
-    run._train_step(next(iter(run.data)))
+    run._train_step(next(iter(run.data)), 0.0)
     after = torch.random.get_rng_state()
     expected = trainer(parallel(dropout=0.3), packed(tmp_path))
     expected.step = 5
-    expected._train_step(next(iter(expected.data)))
+    expected._train_step(next(iter(expected.data)), 0.0)
     assert torch.equal(torch.random.get_rng_state(), after)
     assert mix(11, 5) != mix(11, 6)
 
@@ -814,8 +815,10 @@ def test_a_report_is_joined_over_the_ranks() -> None:
     par = parallel("dp_shard=2", [FullyShard()])
     meter, rank = Meter(par), dist.get_rank()
     for _ in range(2):
-        meter.add(torch.tensor(10.0 * (rank + 1)), 5 + rank, {"aux": torch.tensor(float(rank))})
-    record = meter.begin().read()[0]
+        meter.add(5 + rank, {"loss": torch.tensor(10.0 * (rank + 1)), "aux": torch.tensor(float(rank))})
+    meter.begin({}, {})
+    record = meter.read()
+    assert record is not None
     assert record["train/loss"] == pytest.approx(60 / 22) and record["train/aux"] == pytest.approx(2 / 22)
     assert record["tokens"] == 22
     every: list[Any] = [None, None]
@@ -830,8 +833,10 @@ def test_time_of_validation_does_not_count(group: None, monkeypatch: pytest.Monk
     meter = Meter(parallel())
     with meter.paused():
         pass
-    meter.add(torch.tensor(1.0), 50, {})
-    assert meter.begin().read()[0]["tokens_per_second"] == 25.0
+    meter.add(50, {"loss": torch.tensor(1.0)})
+    meter.begin({"step": 1}, {})
+    record = meter.read()
+    assert record is not None and record["tokens_per_second"] == 25.0 and meter.read() is None
 
 
 @contextmanager

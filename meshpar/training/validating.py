@@ -1,17 +1,19 @@
-"""Work beside the training: validations and evaluations. An error on one rank ends the work on all ranks, and no
-training; a stop request ends it within a batch.
+"""The validation and the evaluations of a run, beside its training: an error on one rank ends the work on all ranks,
+and no training; a stop request ends it within a batch.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeVar, final
 
 import torch
@@ -20,8 +22,14 @@ from torch import nn
 
 from meshpar._torch.calls import enter_by
 from meshpar.core.errors import MeshparError, brief
+from meshpar.parallelized import Parallelized
 from meshpar.process.signals import STOPPING, exit_code_of, put_back
 from meshpar.step.forwards import evaluating
+from meshpar.training.data import Batches, TensorBatch
+from meshpar.training.evaluation import Evaluation, values_of
+from meshpar.training.metrics import Reports, means
+from meshpar.training.settings import TrainSettings
+from meshpar.training.step import BatchLosses
 from meshpar.training.stop import StopRequest
 
 T = TypeVar("T")
@@ -31,6 +39,7 @@ _ALONE_S = 60.0
 """How long a rank that failed inside of a forward waits for the others, which may wait for it in the same forward."""
 _LAST_S = 10.0
 """Between an interrupt in user code and the end of the process."""
+_VALIDATION = "val/"
 
 
 class _LeftError(MeshparError):
@@ -60,9 +69,7 @@ class Beside:
     """Run work beside the training of which each rank hears how it goes on the others.
 
     Args:
-        stop: the stop requests of the run.
-        module: the module.
-        in_step: whether ranks meet before each of its calls; stages of a pipeline run ahead of one another.
+        in_step: whether ranks meet before each call of ``module``; stages of a pipeline run ahead of one another.
         moved: called before each batch, and every half second while the work may be silent.
         before_exit: called before this process ends in the middle of work that a stop request does not end.
         silent_s: seconds for which work may call no module before the watchdog counts it as no progress.
@@ -90,17 +97,14 @@ class Beside:
         self.failures: list[str] = []
 
     def run(self, name: str, act: Callable[[], T], within: AbstractContextManager[object]) -> T | None:
-        """Return the result of ``act``; None where it failed on a rank, or where a stop request ended it.
+        """Return the result of ``act``; None where it failed on a rank, or where a stop request ended it. Collective.
 
-        Collective. ``act`` may be interrupted anywhere, and what enters and leaves ``within`` is not. At the end the
-        modes of the module's parts, the working directory, autograd's mode and the handlers of stop signals are as
-        before.
-
-        Raises:
-            MeshparError: this rank failed, and the others do not come, because they wait for it in an exchange.
+        ``act`` may be interrupted anywhere, and what enters and leaves ``within`` is not. At the end the modes of the
+        module's parts, the working directory, autograd's mode and the handlers of stop signals are as before. Raises
+        MeshparError where this rank failed, and the others do not come, because they wait for it in an exchange.
         """
         self._called, self._left, self.failures, self._lost = time.monotonic(), False, [], ""
-        found: T | None = None
+        result: T | None = None
         error: BaseException | None = None
         over = threading.Event()
         watch = threading.Thread(target=self._attend, args=(name, over), name="meshpar-beside", daemon=True)
@@ -110,7 +114,7 @@ class Beside:
                 with _restored_process(), evaluating(self._module), within, self._met_before_calls():
                     self._stop.interrupts = True
                     try:
-                        found = act()
+                        result = act()
                     finally:
                         self._stop.interrupts = False
             except KeyboardInterrupt:
@@ -128,12 +132,15 @@ class Beside:
                 f"{name}{f' failed on {failure}, and' if failure else ':'} the other ranks did not come to its end "
                 f"({self._lost}), see their logs; start the job again: the run resumes from its newest checkpoint"
             ) from (error or TimeoutError(self._lost))
-        return None if self._left else found
+        return None if self._left else result
+
+    @property
+    def stops(self) -> bool:
+        """True once the ranks have agreed to stop the run."""
+        return self._stop.heard
 
     def goes_on(self) -> bool:
-        """Return whether the work goes on: no rank failed, and none was asked to stop. Collective: every rank calls it
-        before each batch.
-        """
+        """Return whether no rank failed or was asked to stop. Collective: every rank calls it before each batch."""
         self._called = time.monotonic()
         self._moved()
         if not self._in_step:
@@ -196,3 +203,115 @@ class Beside:
             elif asked_s > late_s:
                 late_s = float("inf")
                 self._stop.interrupt()
+
+
+@final
+class Validations:
+    """Validate and evaluate the model, and publish the numbers.
+
+    Args:
+        weights: returns a context in which the parameters have the values that are validated.
+        alive: called before each batch.
+
+    Attributes:
+        owes: prefixes of the numbers that the last step has to get and does not have yet.
+        moves: batches of all validations, and signs of evaluations, so that a watchdog sees one move.
+        beside: in a run: hears of stop requests, and of errors on other ranks.
+    """
+
+    def __init__(
+        self,
+        par: Parallelized,
+        losses: BatchLosses,
+        data: Batches | None,
+        evaluations: Mapping[str, Evaluation],
+        settings: TrainSettings,
+        weights: Callable[[], AbstractContextManager[object]],
+        alive: Callable[[], None],
+    ) -> None:
+        self._par, self._losses, self.data, self._settings = par, losses, data, settings
+        self._weights, self._alive = weights, alive
+        self._evaluations = {f"eval/{name}/": (name, evaluation) for name, evaluation in evaluations.items()}
+        self.owes, self.moves = list[str](), 0
+        self.beside: Beside | None = None
+
+    @property
+    def all(self) -> list[str]:
+        """The prefixes of all numbers that a validated step gets."""
+        return [*([] if self.data is None else [_VALIDATION]), *self._evaluations]
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state. What ended the start that saved it and the one before is not made again."""
+        owed = state.get("owes", [_VALIDATION] if state.get("owes_validation") else [])
+        self.owes = [prefix for prefix in owed if prefix in self.all and not state.get("makes_up")]
+
+    def move(self) -> None:
+        """Note that a validation or an evaluation goes on."""
+        self.moves += 1
+        self._alive()
+
+    def pay(self, step: int, reports: Reports) -> list[str]:
+        """Make what is owed for ``step``, until a stop request, and return what failed, a line each. Collective."""
+        work, errors = self.beside, list[str]()
+        assert work is not None
+        for prefix in list(self.owes):
+            called, _ = self._evaluations.get(prefix, ("", None))
+            name = f"evaluation {called}" if called else "the validation"
+            result = work.run(name, partial(self._result, prefix), self._weights())
+            if result is None:
+                self._par.reshard()
+                if work.stops or not work.failures:
+                    break
+            self.owes.remove(prefix)
+            if result is None:
+                errors.append(f"{name} failed after step {step}: {'; '.join(work.failures)}")
+                continue
+            numbers, texts = result
+            if numbers:
+                reports.publish({"step": step} | {prefix + key: value for key, value in numbers.items()})
+            for key, value in numbers.items():
+                if not math.isfinite(value):
+                    reports.note(f"step {step}: {prefix}{key} is {value}")
+            for key, text in texts.items():
+                reports.note(f"step {step}, {called}: {key!r} -> {text!r}")
+        return errors
+
+    def _result(self, prefix: str) -> tuple[dict[str, float], dict[str, str]] | None:
+        """Return the numbers and texts of an evaluation or the validation; None: a stop request ended it."""
+        if prefix in self._evaluations:
+            return values_of(self._evaluations[prefix][1](self._par))
+        return (numbers, {}) if (numbers := self.validate()) else None
+
+    def validate(self) -> dict[str, float]:
+        """Return the means over the validation data, see :meth:`meshpar.training.Trainer.validate`."""
+        assert self.data is not None
+        par, data, tokens, stopped = self._par, self.data, 0, False
+        totals: dict[str, torch.Tensor] = {}
+        data.restart()
+
+        def until_stopped() -> Iterator[TensorBatch]:
+            nonlocal tokens, stopped
+            for batch in chain.from_iterable(islice(data.one_epoch(), self._settings.validate_steps)):
+                if self.beside is None:
+                    self.move()
+                elif stopped := not self.beside.goes_on():
+                    return
+                batch = par.split(batch)
+                tokens += self._losses.objective.tokens(batch)
+                yield batch
+
+        def losses(module: nn.Module, batch: TensorBatch) -> dict[str, torch.Tensor]:
+            loss_sum, more = self._losses(module, batch, data.samples)
+            return {name: value.float() for name, value in {"loss": loss_sum, **more}.items()}
+
+        with evaluating(par.module), torch.no_grad():
+            for sums in par.forward(until_stopped(), losses):
+                for name, value in sums.items():
+                    totals[name] = totals.get(name, 0) + value
+            if stopped:
+                return {}
+            count = torch.tensor(float(tokens), device=par.device)
+            *summed, counted = par.data_sum(
+                torch.cat([*(total.reshape(-1) for total in totals.values()), count[None]])
+            ).tolist()
+        return {"loss": math.nan} | means({name: total.numel() for name, total in totals.items()}, summed, counted)

@@ -22,10 +22,10 @@ from meshpar.core.errors import RecipeError, ReplicaError
 from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.testing import on_ranks
-from meshpar.training import Samples, beside, generate, log_likelihoods
+from meshpar.training import Samples, generate, log_likelihoods, validating
 from meshpar.training.evaluation import cut_pair, cut_prompt, values_of
-from meshpar.training.metrics import JsonLines
-from meshpar.training.replica_ranks import Together
+from meshpar.training.rendezvous import Together
+from meshpar.training.reporters import JsonLines
 from meshpar.training.settings import TrainSettings
 from meshpar.training.stop import StopRequest
 from tests.support.faults import Letters, forward
@@ -147,10 +147,10 @@ def check_one_that_fails_alone(folder: Path) -> None:
     par = parallel("dp_shard=2", [FullyShard()])
     stop = StopRequest().__enter__()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beside, "_ALONE_S", 0.2)
+        patch.setattr(validating, "_ALONE_S", 0.2)
         silent_s = patient(30)
         more: dict[str, Any] = {"moved": list, "before_exit": list, "silent_s": silent_s, "grace_s": 60}
-        work = beside.Beside(stop, par.module, in_step=True, **more)
+        work = validating.Beside(stop, par.module, in_step=True, **more)
 
         def act() -> None:
             work._inside = True
@@ -236,16 +236,16 @@ def test_what_a_start_owes_is_made_once_more_and_no_third_time(group: None, tmp_
 def test_an_evaluation_without_a_forward_moves_the_watchdog_until_its_bound(
     group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "_LOOK_S", 0.01)
+    monkeypatch.setattr(validating, "_LOOK_S", 0.01)
     seen = list[int]()
 
     def quiet(par: Parallelized) -> Any:
-        before = made.moves
-        until(lambda: made.moves > before + 5)
+        before = made.validations.moves
+        until(lambda: made.validations.moves > before + 5)
         time.sleep(patient(0.6))
-        before = made.moves
+        before = made.validations.moves
         time.sleep(0.2)
-        seen.append(made.moves - before)
+        seen.append(made.validations.moves - before)
         return {}
 
     made = trainer(parallel(), packed(tmp_path), evaluations={"mine": quiet}, steps=1, silent_s=patient(0.5))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshpar._torch.groups import gloo_threads, group_title
+from meshpar._torch.memory import memory_history
 from meshpar.core import runtime
 from meshpar.core.errors import brief
 from meshpar.forecasting.recorder import Recorder
@@ -321,13 +322,12 @@ class Profiled:
         return step
 
     def _snapshot(self, batches: Iterator[list[TensorBatch]]) -> Iterator[list[TensorBatch]]:
-        torch.cuda.memory._record_memory_history(max_entries=200_000)
-        yield next(batches)
-        if dist.get_rank() == 0:
-            with suppress(OSError):  # the page, written later to the same disk, tells of it
-                self._folder.mkdir(parents=True, exist_ok=True)
-                torch.cuda.memory._dump_snapshot(str(self._folder / SNAPSHOT))
-        torch.cuda.memory._record_memory_history(enabled=None)
+        with memory_history() as dump:
+            yield next(batches)
+            if dist.get_rank() == 0:
+                with suppress(OSError):  # the page, written later to the same disk, tells of it
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    dump(self._folder / SNAPSHOT)
 
     def _watched(self, batches: Iterator[list[TensorBatch]], holders: dict[str, int]) -> Iterator[list[TensorBatch]]:
         """Record the live tensors of one step, and their holders at the peak."""

@@ -12,8 +12,8 @@ import torch
 from meshpar import FullyShard, MeshparError, Plan, TensorParallel
 from meshpar.core import registry
 from meshpar.launchers.jobs.build import own_optimizer
+from meshpar.optim.elementwise import check_elementwise, use_evaluation_values
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
-from meshpar.training.elementwise import check_elementwise, evaluated
 from tests.optim import given
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily
@@ -71,7 +71,7 @@ def two_ranks_equal_one(name):
             (loss / count).backward()
             optimizer.step()
             optimizer.zero_grad()
-        with evaluated(optimizer):
+        with use_evaluation_values(optimizer):
             found.append({key: whole(value).detach().clone() for key, value in module.named_parameters()})
     for key, value in found[0].items():  # Lion's signs follow the last bit of a gradient where moments are near 0
         close = (found[1][key] - value).abs() <= 1e-5 * value.abs().max()
@@ -161,6 +161,6 @@ def test_schedulefrees_weights_for_evaluation_are_there_inside():
         weight.grad = torch.ones(4)
         optimizer.step()
     trained = weight.detach().clone()
-    with evaluated(optimizer):
+    with use_evaluation_values(optimizer):
         assert not torch.equal(weight, trained)
     torch.testing.assert_close(weight.detach(), trained)

@@ -10,10 +10,9 @@ import torch
 
 from meshpar import RecipeError
 from meshpar.losses.token_loss import IGNORE_INDEX
-from meshpar.training import records as records_module
+from meshpar.training import examples as examples_module
 from meshpar.training.data import FILLER, Batches
-from meshpar.training.examples import ExampleFile, prepare_examples
-from meshpar.training.records import RecordSource, first_sentence
+from meshpar.training.examples import ExampleFile, RecordSource, first_sentence, prepare_examples
 from meshpar.training.samples import LabelledExamples, PairedExamples
 from meshpar.training.tokenizer import byte_tokenizer, load_tokenizer
 
@@ -84,8 +83,8 @@ def test_functions_of_the_standard_library_lose_their_docstrings(
         "short(self):\n"
         "        '''Nothing.'''\n        return 3\n\ndef one(x): 'Return one of them.'; return 1\n"
     )
-    monkeypatch.setattr(records_module, "standard_library", lambda: [path])
-    found = list(records_module.documented_functions())
+    monkeypatch.setattr(examples_module, "standard_library", lambda: [path])
+    found = list(examples_module.documented_functions())
     assert ("def put(self, item):\n    self.items.append(item)\n    return 1", "Put an item into the queue.") in found
     assert len(found) == 2 and all("Rest" not in text for text, _ in found)
 
@@ -102,9 +101,9 @@ def test_lines_tell_their_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "value = compute_the_value(1)\nshared = the_same_line_here()\n# a comment that is long enough\n"
     )
     (tmp_path / "small.py").write_text("other = compute_another(2)\nshared = the_same_line_here()\nx = 1\n")
-    monkeypatch.setattr(records_module, "standard_library", lambda: [tmp_path / "big" / "a.py", tmp_path / "small.py"])
-    monkeypatch.setattr(records_module, "standard_library_root", lambda: tmp_path)
-    assert list(records_module.lines_of_modules()) == [
+    monkeypatch.setattr(examples_module, "standard_library", lambda: [tmp_path / "big" / "a.py", tmp_path / "small.py"])
+    monkeypatch.setattr(examples_module, "standard_library_root", lambda: tmp_path)
+    assert list(examples_module.lines_of_modules()) == [
         ("value = compute_the_value(1)", "big"),
         ("other = compute_another(2)", "small"),
     ]

@@ -32,10 +32,8 @@ class HasModes(Protocol):
 
 
 @contextmanager
-def evaluated(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give the parameters the values that an optimizer has for evaluation inside of the ``with`` block; most have no
-    others.
-    """
+def use_evaluation_values(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Give the parameters an optimizer's values for evaluation inside of the ``with`` block; most have no others."""
     if not isinstance(optimizer, HasModes):
         yield
         return
@@ -47,18 +45,11 @@ def evaluated(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_elementwise(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-    """Check on small tensors in this process that an optimizer steps shards, and whole tensors as it does their parts.
-
-    Args:
-        make: returns the optimizer of a module's parameters.
-
-    Raises:
-        MeshparError: the steps differ, or the optimizer cannot be tried.
-    """
-    before, name = _drawn(torch.Generator().manual_seed(0)), ""
+    """Raise MeshparError if an optimizer that ``make`` returns does not step shards as it steps whole tensors."""
+    before, name = _draw(torch.Generator().manual_seed(0)), ""
     try:
         name = type(make(nn.ParameterList(map(nn.Parameter, before)))).__name__
-        whole, *parts = (_trained(make, partial(_part, number)) for number in (None, 0, 1))
+        whole, *parts = (_train(make, partial(_part, number)) for number in (None, 0, 1))
         differs = any(
             not float((one - torch.cat(other)).abs().max()) <= _TOLERANCE * float((one - start).abs().max())
             for start, one, *other in zip(before, whole, *parts, strict=True)
@@ -66,7 +57,7 @@ def check_elementwise(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Non
         if not differs:
             with nullcontext() if dist.is_initialized() else runtime.simulated(1):
                 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("trial",))
-                _trained(make, lambda _, value: DTensor.from_local(value, mesh, [Shard(0)]))
+                _train(make, lambda _, value: DTensor.from_local(value, mesh, [Shard(0)]))
     except Exception as error:
         raise MeshparError(
             f"the optimizer {name} cannot be tried on a few numbers, whole and as shards ({brief(error)}), which shows "
@@ -80,7 +71,7 @@ def check_elementwise(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Non
         )
 
 
-def _drawn(draw: torch.Generator) -> list[Tensor]:
+def _draw(draw: torch.Generator) -> list[Tensor]:
     return [torch.randn(shape, generator=draw) for shape in _SHAPES]
 
 
@@ -88,17 +79,15 @@ def _part(number: int | None, cut: int, value: Tensor) -> Tensor:
     return value if number is None else value.tensor_split([cut])[number].clone()
 
 
-def _trained(
-    make: Callable[[nn.Module], torch.optim.Optimizer], placed: Callable[[int, Tensor], Tensor]
-) -> list[Tensor]:
+def _train(make: Callable[[nn.Module], torch.optim.Optimizer], placed: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
     """Return tensors, as ``placed`` makes them of a place to cut and a value, after some steps of an optimizer."""
     draw = torch.Generator().manual_seed(0)
-    module = nn.ParameterList(nn.Parameter(value) for value in map(placed, _CUTS, _drawn(draw)))
+    module = nn.ParameterList(nn.Parameter(value) for value in map(placed, _CUTS, _draw(draw)))
     optimizer = make(module)
     if isinstance(optimizer, HasModes):
         optimizer.train()
     for _ in range(_STEPS):
-        for parameter, grad in zip(module, map(placed, _CUTS, _drawn(draw)), strict=True):
+        for parameter, grad in zip(module, map(placed, _CUTS, _draw(draw)), strict=True):
             parameter.grad = grad
         optimizer.step()
     return [parameter.detach() for parameter in module]
