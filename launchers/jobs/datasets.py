@@ -18,7 +18,7 @@ from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized
 from meshpar.process.homes import expanded
 from meshpar.training.chat import ChatSource
-from meshpar.training.data import Batches, LoaderSettings, Samples
+from meshpar.training.data import Batches, LoaderSettings, SampleSet
 from meshpar.training.examples import ExampleFile, ExampleSplit, RecordSource, prepare_examples
 from meshpar.training.lighthouse import this_replica
 from meshpar.training.samples import LabelledExamples, MappedSamples, MixedSamples, PackedTokens, PairedExamples
@@ -259,7 +259,7 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
     }
 
 
-def same_but_documents(fingerprint: str, now: Samples) -> bool:
+def same_but_documents(fingerprint: str, now: SampleSet) -> bool:
     """Return whether a saved fingerprint is that of the samples now, with either choice of ``data.documents``."""
     if not isinstance(now, (PackedTokens, MixedSamples)):
         return fingerprint == now.fingerprint
@@ -292,7 +292,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
     )
     share: dict[str, Any] = {"micro_batch": section.micro_batch, "data_rank": par.data_rank, "data_size": par.data_size}
     split = data.split
-    validated: Samples | None
+    validated: SampleSet | None
     if isinstance(split, MixedSplit):
         trained: Samples = _mixed(recipe, {name: part.train for name, part in split.parts.items()})
         parts = {name: part.validation for name, part in split.parts.items() if part.validation is not None}
@@ -365,7 +365,7 @@ def sequence_of(recipe: Recipe) -> int:
     return len(first["input_ids"]) if "input_ids" in first else recipe.data.sequence_length
 
 
-def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: Parallelized) -> Samples:
+def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: Parallelized) -> SampleSet:
     section = recipe.data
     if isinstance(file, MappedSamples):
         return file

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import MeshparError
 from meshpar.optim.matrices import Matrices, matrices_of
-from meshpar.optim.owners import Owners, Piece, Place, Round, shares
+from meshpar.optim.owners import OwnedMatrix, Owners, Place, Round, shares
 from meshpar.parallelized import Parallelized
 from meshpar.passes.elsewhere import first_covering
 from meshpar.step.placements import held_by_this_rank, local_gradient, local_tensor
@@ -163,16 +163,16 @@ class Muon(torch.optim.Optimizer):
             momenta[-1].lerp_(grads[-1], 1 - group["momentum"])
             weights[-1].mul_(1 - float(group["lr"]) * group["weight_decay"])
 
-        def part_of(piece: Piece, place: Place) -> Tensor:
+        def part_of(piece: OwnedMatrix, place: Place) -> Tensor:
             group = matrices[piece.parameter][1]
             momentum, grad = momenta[piece.parameter][place], grads[piece.parameter][place]
             return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
-        def compute(piece: Piece, update: Tensor) -> Tensor:
+        def compute(piece: OwnedMatrix, update: Tensor) -> Tensor:
             group = matrices[piece.parameter][1]
             return orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-        def put(piece: Piece, place: Place, update: Tensor) -> None:
+        def put(piece: OwnedMatrix, place: Place, update: Tensor) -> None:
             group, part = matrices[piece.parameter][1], weights[piece.parameter][place]
             rate = float(group["lr"]) * adjusted(group["adjust_lr_fn"], piece.shape)
             part.add_(update.to(part.device), alpha=-rate)
@@ -189,7 +189,7 @@ class Muon(torch.optim.Optimizer):
         """Return who computes what, kept while the same parameters are trained."""
         trained = [parameter for parameter, _ in matrices]
         if [*map(id, self._planned[0])] != [*map(id, trained)]:
-            sets: dict[tuple[Any, ...], tuple[Owners, list[Piece], Tensor]] = {}
+            sets: dict[tuple[Any, ...], tuple[Owners, list[OwnedMatrix], Tensor]] = {}
             for number, (parameter, group) in enumerate(matrices):
                 owners, parts = self._owners(parameter)
                 kind = Matrices(**{name: group[name] for name in _SHAPES})
@@ -198,7 +198,7 @@ class Muon(torch.optim.Optimizer):
                     (owners.ranks, owners.replicas, like.device, like.dtype), (owners, [], like)
                 )
                 pieces += [
-                    Piece(parameter=number, place=span, shape=kind.shape_of(span), held=parts)
+                    OwnedMatrix(parameter=number, place=span, shape=kind.shape_of(span), held=parts)
                     for span in kind.of(parameter.shape)
                 ]
             rounds = [

@@ -29,7 +29,7 @@ _LEAST = 1 << 17  # elements that a replica sends in a turn, so that many replic
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class OwnedMatrix:
     """One matrix of a parameter.
 
     Attributes:
@@ -50,7 +50,7 @@ class Piece:
         return tuple(overlap) if all(span.start < span.stop for span in overlap) else None
 
 
-Parts = list[tuple[Piece, Place]]
+Parts = list[tuple[OwnedMatrix, Place]]
 """Parts of matrices, each a place in the whole parameter."""
 
 
@@ -64,7 +64,7 @@ class Round(NamedTuple):
         turns: this rank's parts of all matrices, by turn of the exchange between replicas, and by replica.
     """
 
-    owned: list[Piece]
+    owned: list[OwnedMatrix]
     came: Parts
     going: Parts
     to_me: list[int]
@@ -89,11 +89,11 @@ class Owners:
         self.replicas = replicas
         self.replica, self.copies = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
 
-    def rounds(self, pieces: Sequence[Piece], most: int) -> list[Round]:
+    def rounds(self, pieces: Sequence[OwnedMatrix], most: int) -> list[Round]:
         """Return the matrices of each round: the largest first, round robin. An owner gets at most ``most`` elements in
         a round, or one matrix. ``pieces`` come in the same order on every rank.
         """
-        rounds, load = list[list[list[Piece]]](), [0] * (len(self.ranks) * self.copies)
+        rounds, load = list[list[list[OwnedMatrix]]](), [0] * (len(self.ranks) * self.copies)
         # by the multiplications of one product
         for turn, piece in enumerate(sorted(pieces, key=lambda piece: -math.prod(piece.shape) * min(piece.shape))):
             owner, elements = turn % len(load), math.prod(piece.shape)
@@ -104,7 +104,7 @@ class Owners:
             load[owner] += elements
         return [self._round(work, most) for work in rounds]
 
-    def _round(self, work: list[list[Piece]], most: int) -> Round:
+    def _round(self, work: list[list[OwnedMatrix]], most: int) -> Round:
         """Return a round of the matrices of each owner: the first rank's in every replica, the second one's, ..."""
         owned, copies = work[self.rank * self.copies + self.replica], range(self.copies)
         theirs = [_parts(owned, rank) for rank in range(len(self.ranks))]
@@ -118,9 +118,9 @@ class Owners:
     def run(
         self,
         work: Round,
-        part_of: Callable[[Piece, Place], Tensor],
-        compute: Callable[[Piece, Tensor], Tensor],
-        put: Callable[[Piece, Place, Tensor], None],
+        part_of: Callable[[OwnedMatrix, Place], Tensor],
+        compute: Callable[[OwnedMatrix, Tensor], Tensor],
+        put: Callable[[OwnedMatrix, Place, Tensor], None],
         like: Tensor,
     ) -> None:
         """Compute the matrices of one round, each on its owner. Collective over the ranks among which the parameters
@@ -184,7 +184,7 @@ def _in_turns(parts: Parts, most: int) -> list[Parts]:
     return turns
 
 
-def _parts(pieces: Sequence[Piece], rank: int) -> Parts:
+def _parts(pieces: Sequence[OwnedMatrix], rank: int) -> Parts:
     """Return the parts of matrices that a rank holds."""
     return [(piece, part) for piece in pieces if (part := piece.of_rank(rank))]
 

@@ -27,7 +27,7 @@ FILLER = -1  # the index of a sample that is fully masked: it fills the last glo
 TensorBatch = dict[str, torch.Tensor]
 
 
-class Samples(Protocol):
+class SampleSet(Protocol):
     """The samples of :class:`Batches`. They collate themselves, so that a batch costs one call. ``str()`` describes
     their number.
 
@@ -162,7 +162,7 @@ class Batches:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: SampleSet,
         *,
         micro_batch: int,
         accumulate: int = 1,
@@ -393,7 +393,7 @@ class Batches:
 
 
 # torchdata has no types
-def _loader(samples: Samples, sampler: OrderedBatches, settings: LoaderSettings) -> Any:  # noqa: ANN401
+def _loader(samples: SampleSet, sampler: OrderedBatches, settings: LoaderSettings) -> Any:  # noqa: ANN401
     ahead: dict[str, Any] = {}
     if settings.workers:
         # forkserver: a fork of a process with tokenizer, gloo or CUDA threads may hang

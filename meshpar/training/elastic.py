@@ -16,7 +16,16 @@ from meshpar.core.errors import PlanError, ReplicaError
 from meshpar.parallelized import Parallelized
 from meshpar.plan import lost_replica_problems
 from meshpar.training.data import Batches, TensorBatch
-from meshpar.training.quorum import Division, Member, Quorum, ReplicaAction, ReplicaPhase, ReplicaState, Sum, decide
+from meshpar.training.quorum import (
+    Division,
+    Quorum,
+    QuorumMember,
+    ReplicaAction,
+    ReplicaPhase,
+    ReplicaState,
+    Sum,
+    decide,
+)
 from meshpar.training.rendezvous import Rendezvous, plain_name
 from meshpar.training.replicated import Replicated, Stateful, Summed
 
@@ -313,7 +322,7 @@ class Replicas:
     def _ask(self, *, done: Sum | None = None, asked: Callable[[], str | None] = lambda: None) -> Quorum:
         """Get a quorum. ``done``: the group of this step's sum."""
         joins = self._phase is ReplicaPhase.JOINS
-        member = Member(
+        member = QuorumMember(
             name=self._rendezvous.name,
             store="",
             step=-1 if joins else self.step + (done is not None),

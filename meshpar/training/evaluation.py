@@ -213,7 +213,7 @@ def _live(par: Parallelized, tokenizer: Tokenizer, length: int, batch: int) -> A
     """Return the live model in the harness's terms."""
     base, utils = need("lm_eval.api.model", extra="lm-eval").TemplateLM, need("lm_eval.utils", extra="lm-eval")
 
-    class Live(base):  # type: ignore[misc, valid-type]
+    class HarnessModel(base):  # type: ignore[misc, valid-type]
         eot_token_id = tokenizer.eos_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
@@ -242,4 +242,4 @@ def _live(par: Parallelized, tokenizer: Tokenizer, length: int, batch: int) -> A
                 answers.append(answer[: min((end for end in ends if end >= 0), default=len(answer))])
             return answers
 
-    return Live()
+    return HarnessModel()

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshpar.core import runtime
 from meshpar.core.errors import ReplicaError
 from meshpar.process.imports import need
-from meshpar.training.quorum import Member, Quorum
+from meshpar.training.quorum import Quorum, QuorumMember
 
 _BEAT_S, _DEAD_S, _SLICE_S = 0.3, 2.5, 5.0
 _FIRST_STEP_S = 600.0
@@ -96,7 +96,7 @@ class Membership:
         """Note that the replica moves, and its longest step."""
         self._moved, self._longest_s = time.monotonic(), longest_s
 
-    def ask(self, member: Member) -> Quorum | None:
+    def ask(self, member: QuorumMember) -> Quorum | None:
         """Ask once to be in the next quorum, for some seconds; None: there is none yet."""
         fields = ("sum", "waits", "failures", "drawn", "life", "waited")
         data: dict[Any, object] = {field: getattr(member, field) for field in fields}
@@ -154,9 +154,9 @@ def _silent(lighthouse: str, error: Exception) -> ReplicaError:
     )
 
 
-def _member(found: Any) -> Member:  # noqa: ANN401 - torchft has no types for it
+def _member(found: Any) -> QuorumMember:  # noqa: ANN401 - torchft has no types for it
     fields = {**found.data, **{field: tuple(found.data[field]) for field in ("sum", "drawn")}}
-    return Member(name=found.replica_id, store=found.store_address, step=found.step - 1, **fields)
+    return QuorumMember(name=found.replica_id, store=found.store_address, step=found.step - 1, **fields)
 
 
 class Peers(Protocol):
@@ -168,7 +168,7 @@ class Peers(Protocol):
     def shutdown(self) -> None: ...
 
 
-def connect(member: Member, name: str, rank: int, size: int, timeout_s: float) -> Peers:
+def connect(member: QuorumMember, name: str, rank: int, size: int, timeout_s: float) -> Peers:
     """Return a new gloo group that meets at a member's store; raises RuntimeError if the others do not come in time."""
     host, _, port = member.store.rpartition(":")
     limit = timedelta(seconds=timeout_s)

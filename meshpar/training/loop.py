@@ -33,7 +33,7 @@ from meshpar.training.reporters import Ended, Reporter
 from meshpar.training.settings import Every, Outcome, TrainSettings
 from meshpar.training.step import BatchLosses, Sums, TrainStep
 from meshpar.training.stop import StopAskedError, StopRequest
-from meshpar.training.validating import Beside, Validations
+from meshpar.training.validating import SideWork, Validations
 from meshpar.weights import average_called
 
 log = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class Trainer:
         if isinstance(self.optimizer, HasModes):
             self.optimizer.train()
         with stop or StopRequest() as self._stop:
-            self.validations.beside = Beside(
+            self.validations.side_work = SideWork(
                 self._stop,
                 self.par.module,
                 in_step=not self.par.resolved.divided(Role.LAYERS),
@@ -329,7 +329,7 @@ class Trainer:
                 self.reports.note(f"asked to stop ({stopped}) after step {self.step}, while waiting for other replicas")
                 self._save()
             self._read()
-        self._stop = self.validations.beside = None
+        self._stop = self.validations.side_work = None
         self.ended = "complete" if stopped is None else "stopped"
         return Outcome(steps=self.step, stopped=stopped, values=dict(self.reports.values))
 

@@ -14,7 +14,7 @@ sums are larger.
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class QuorumMember:
     """One replica of a quorum.
 
     Attributes:
@@ -56,7 +56,7 @@ class Quorum:
     """
 
     number: int
-    members: tuple[Member, ...]
+    members: tuple[QuorumMember, ...]
 
     @property
     def key(self) -> Sum:
@@ -69,7 +69,7 @@ class Quorum:
         return max(member.state for member in self.members)
 
     @property
-    def newest(self) -> tuple[Member, ...]:
+    def newest(self) -> tuple[QuorumMember, ...]:
         """The members with the newest state."""
         return tuple(member for member in self.members if member.state == self.best)
 
@@ -79,19 +79,19 @@ class Quorum:
         return max(member.waited for member in self.members)
 
     @property
-    def waiting(self) -> tuple[Member, ...]:
+    def waiting(self) -> tuple[QuorumMember, ...]:
         """The members with gradients of one division of samples."""
         waiting = [member for member in self.newest if member.waits]
         last = max((member.drawn for member in waiting), default=None)
         return tuple(member for member in waiting if member.drawn == last)
 
     @property
-    def ready(self) -> tuple[Member, ...]:
+    def ready(self) -> tuple[QuorumMember, ...]:
         """The members that go on together: those with gradients to add up, where there are any, else all."""
         return self.waiting or self.members
 
     @property
-    def leader(self) -> Member:
+    def leader(self) -> QuorumMember:
         """The member that writes: of those with the newest state, the one that has trained longest."""
         return max(self.newest, key=lambda member: (member.life, member.name))
 

@@ -14,7 +14,7 @@ from meshpar._torch.groups import bound
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ReplicaError, brief
 from meshpar.training.lighthouse import GIVE_A_LIGHTHOUSE, Membership, Peers, connect, lighthouse_address, this_replica
-from meshpar.training.quorum import Division, Member, Quorum
+from meshpar.training.quorum import Division, Quorum, QuorumMember
 from meshpar.training.stop import StopAskedError
 
 T = TypeVar("T")
@@ -163,7 +163,7 @@ class Rendezvous:
         """Return whether this replica was heard all the time since the last quorum."""
         return self.ranks.tell(lambda: self._membership is not None and self._membership.current())
 
-    def ask(self, member: Member, *, after: int, trained: bool, asked: Callable[[], str | None]) -> Quorum:
+    def ask(self, member: QuorumMember, *, after: int, trained: bool, asked: Callable[[], str | None]) -> Quorum:
         """Get the quorum that decides: whether a step counts, or with whom to complete or begin one.
 
         Args:

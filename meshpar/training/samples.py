@@ -13,7 +13,7 @@ import torch
 from meshpar.core.errors import RecipeError
 from meshpar.losses.token_loss import IGNORE_INDEX
 from meshpar.process.imports import need
-from meshpar.training.data import FILLER, Samples, TensorBatch
+from meshpar.training.data import FILLER, SampleSet, TensorBatch
 from meshpar.training.examples import ExampleFile
 from meshpar.training.order import Interleave, best_fit, held_out
 from meshpar.training.tokens import BEGINS, COUNTS, TokenFile
@@ -32,7 +32,7 @@ Packing = Literal["cut", "best_fit"]
 """Whether documents are cut where a sample ends, or put where they fit whole."""
 
 
-class PackedSamples(Samples, Protocol):
+class PackedSamples(SampleSet, Protocol):
     """Samples of one length in tokens, as :class:`PackedTokens` are."""
 
     length: int
@@ -171,7 +171,7 @@ def restart_positions(begins: np.ndarray) -> np.ndarray:
 
 
 @final
-class _Rows:
+class _TokenRows:
     """The ids of a file's inputs or outputs, truncated to a length."""
 
     def __init__(self, file: ExampleFile, name: str, length: int) -> None:
@@ -223,7 +223,7 @@ class PairedExamples:
             start_id: first id of the decoder's input.
         """
         self.file, self.start_id = file, start_id
-        self._inputs, self._targets = _Rows(file, "input", length), _Rows(file, "output", target_length)
+        self._inputs, self._targets = _TokenRows(file, "input", length), _TokenRows(file, "output", target_length)
         self.fingerprint = f"{file.fingerprint}/{length}/{target_length}"
 
     def __len__(self) -> int:
@@ -255,7 +255,7 @@ class LabelledExamples:
             length: largest length of an input in tokens; longer inputs are truncated.
         """
         self.file = file
-        self._inputs, self._labels = _Rows(file, "input", length), _Rows(file, "output", 1)
+        self._inputs, self._labels = _TokenRows(file, "input", length), _TokenRows(file, "output", 1)
         self.fingerprint = f"{file.fingerprint}/{length}"
 
     def __len__(self) -> int:

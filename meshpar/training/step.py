@@ -18,7 +18,7 @@ from meshpar.core.passes import Role
 from meshpar.losses.token_loss import IGNORE_INDEX, token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.state.averaging import Averaged
-from meshpar.training.data import Samples, TensorBatch
+from meshpar.training.data import SampleSet, TensorBatch
 from meshpar.training.experts import ExpertLoad
 from meshpar.training.objectives import Objective
 from meshpar.training.optimizer import LossScaler
@@ -46,7 +46,7 @@ class BatchLosses:
         self.objective, self._device = objective, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, module: nn.Module, batch: TensorBatch, samples: Samples) -> tuple[torch.Tensor, Sums]:
+    def __call__(self, module: nn.Module, batch: TensorBatch, samples: SampleSet) -> tuple[torch.Tensor, Sums]:
         """Return the summed loss of this rank's batch, and what else is reported: of a mix each source's loss."""
         batch = self._on_device(batch)
         source = batch.pop("source", None)
@@ -181,7 +181,7 @@ class TrainStep:
             self.scaler.load_state_dict(state["scaler"])
 
     def backward(
-        self, micro_batches: Sequence[TensorBatch], samples: Samples, stop: StopRequest | None
+        self, micro_batches: Sequence[TensorBatch], samples: SampleSet, stop: StopRequest | None
     ) -> tuple[int, Sums] | None:
         """Compute gradients; return this rank's tokens and sums, or None where the ranks agreed to stop between two
         micro-batches, and no gradient is left. ``stop``: is asked; None: the step is not left.

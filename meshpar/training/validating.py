@@ -65,7 +65,7 @@ def _restored_process() -> Iterator[None]:
 
 
 @final
-class Beside:
+class SideWork:
     """Run work beside the training of which each rank hears how it goes on the others.
 
     Args:
@@ -216,7 +216,7 @@ class Validations:
     Attributes:
         owes: prefixes of the numbers that the last step has to get and does not have yet.
         moves: batches of all validations, and signs of evaluations, so that a watchdog sees one move.
-        beside: in a run: hears of stop requests, and of errors on other ranks.
+        side_work: in a run: hears of stop requests, and of errors on other ranks.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Validations:
         self._weights, self._alive = weights, alive
         self._evaluations = {f"eval/{name}/": (name, evaluation) for name, evaluation in evaluations.items()}
         self.owes, self.moves = list[str](), 0
-        self.beside: Beside | None = None
+        self.side_work: SideWork | None = None
 
     @property
     def all(self) -> list[str]:
@@ -252,7 +252,7 @@ class Validations:
 
     def pay(self, step: int, reports: Reports) -> list[str]:
         """Make what is owed for ``step``, until a stop request, and return what failed, a line each. Collective."""
-        work, errors = self.beside, list[str]()
+        work, errors = self.side_work, list[str]()
         assert work is not None
         for prefix in list(self.owes):
             called, _ = self._evaluations.get(prefix, ("", None))
@@ -292,9 +292,9 @@ class Validations:
         def until_stopped() -> Iterator[TensorBatch]:
             nonlocal tokens, stopped
             for batch in chain.from_iterable(islice(data.one_epoch(), self._settings.validate_steps)):
-                if self.beside is None:
+                if self.side_work is None:
                     self.move()
-                elif stopped := not self.beside.goes_on():
+                elif stopped := not self.side_work.goes_on():
                     return
                 batch = par.split(batch)
                 tokens += self._losses.objective.tokens(batch)

@@ -63,7 +63,7 @@ from meshpar.training import (
     rendezvous,
 )
 from meshpar.training.order import Interleave
-from meshpar.training.quorum import Member, Quorum
+from meshpar.training.quorum import Quorum, QuorumMember
 from meshpar.training.reporters import JsonLines
 from meshpar.training.stop import StopRequest
 from tests.support import patience
@@ -125,7 +125,7 @@ def test_the_whole_order_is_the_plain_jobs_where_nothing_is_lost():
 
 
 def member(name, step, sum, *, waits=False, failures=0):
-    return Member(name=name, store="", step=step, sum=sum, waits=waits, failures=failures)
+    return QuorumMember(name=name, store="", step=step, sum=sum, waits=waits, failures=failures)
 
 
 def test_a_quorum_goes_on_from_the_newest_sum():
@@ -138,7 +138,7 @@ def test_a_quorum_goes_on_from_the_newest_sum():
     waiting = (member("a", 4, (1, 0), waits=True, failures=2), member("b", 4, (1, 0)), member("c", -1, (0, 0)))
     quorum = Quorum(number=3, members=waiting)
     assert quorum.ready == waiting[:1] and quorum.key == (3, 2)  # a alone has gradients of this step
-    older = Member(**{**dataclasses.asdict(b), "name": "0", "life": 4})
+    older = QuorumMember(**{**dataclasses.asdict(b), "name": "0", "life": 4})
     assert Quorum(number=3, members=(older, a, b)).leader == older
 
 

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from meshpar.training.quorum import Member, Quorum, ReplicaAction, ReplicaPhase, ReplicaState, decide
+from meshpar.training.quorum import Quorum, QuorumMember, ReplicaAction, ReplicaPhase, ReplicaState, decide
 
 OLD, NEW = (1, 0), (2, 0)
 
 
 def member(name, step, sum=OLD, *, waits=False, drawn=OLD):
-    return Member(name=name, store="", step=step, sum=sum, waits=waits, failures=0, drawn=drawn)
+    return QuorumMember(name=name, store="", step=step, sum=sum, waits=waits, failures=0, drawn=drawn)
 
 
 def quorum(*members):

@@ -150,7 +150,7 @@ def check_one_that_fails_alone(folder: Path) -> None:
         patch.setattr(validating, "_ALONE_S", 0.2)
         silent_s = patient(30)
         more: dict[str, Any] = {"moved": list, "before_exit": list, "silent_s": silent_s, "grace_s": 60}
-        work = validating.Beside(stop, par.module, in_step=True, **more)
+        work = validating.SideWork(stop, par.module, in_step=True, **more)
 
         def act() -> None:
             work._inside = True
