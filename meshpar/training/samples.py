@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 
 from meshpar.core.errors import RecipeError
 from meshpar.losses.token_loss import IGNORE_INDEX
 from meshpar.process.imports import need
-from meshpar.training.data import FILLER, SampleSet, TensorBatch
+from meshpar.training.data import FILLER, TensorBatch
 from meshpar.training.examples import ExampleFile
 from meshpar.training.order import Interleave, best_fit, held_out
 from meshpar.training.tokens import BEGINS, COUNTS, TokenFile
@@ -30,23 +30,6 @@ Documents = Literal["separate", "joined"]
 
 Packing = Literal["cut", "best_fit"]
 """Whether documents are cut where a sample ends, or put where they fit whole."""
-
-
-class PackedSamples(SampleSet, Protocol):
-    """Samples of one length in tokens, as :class:`PackedTokens` are."""
-
-    length: int
-    vocab_size: int
-    eos_id: int
-
-    @property
-    def separates(self) -> bool:
-        """True where a batch may have ``position_ids`` that restart."""
-        ...
-
-    def fingerprint_of(self, documents: Documents) -> str:
-        """Return the fingerprint that the same samples have with this choice of ``documents``."""
-        ...
 
 
 @final
@@ -91,15 +74,11 @@ class PackedTokens:
         self.tokens, self.length, self.documents, self.vocab_size = tokens, length, documents, tokens.vocab_size
         tokens.check_labels()
         self.eos_id = tokens.eos_id
-        self._several = documents == "separate" and tokens.has_several_documents()
+        # a batch may have ``position_ids`` that restart
+        self.separates = documents == "separate" and tokens.has_several_documents()
         self._fitted = best_fit(tokens.document_ends(), length) if packing == "best_fit" else None
         self.fingerprint = self.fingerprint_of(documents)
         self._mapped: tuple[np.ndarray, np.ndarray | None] | None = None
-
-    @property
-    def separates(self) -> bool:
-        """True where a batch may have ``position_ids`` that restart."""
-        return self._several
 
     def fingerprint_of(self, documents: Documents) -> str:
         """Return the fingerprint that the same samples have with this choice of ``documents``."""
@@ -345,7 +324,7 @@ class MixedSamples:
     """
 
     def __init__(
-        self, sources: Mapping[str, PackedSamples], weights: Sequence[float], epochs: Sequence[int | None]
+        self, sources: Mapping[str, PackedTokens], weights: Sequence[float], epochs: Sequence[int | None]
     ) -> None:
         if len(lengths := {source.length for source in sources.values()}) != 1:
             raise RecipeError(f"the sources of a mix have samples of {sorted(lengths)} tokens; expected one length")
