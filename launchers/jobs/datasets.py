@@ -294,7 +294,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
     split = data.split
     validated: SampleSet | None
     if isinstance(split, MixedSplit):
-        trained: Samples = _mixed(recipe, {name: part.train for name, part in split.parts.items()})
+        trained: SampleSet = _mixed(recipe, {name: part.train for name, part in split.parts.items()})
         parts = {name: part.validation for name, part in split.parts.items() if part.validation is not None}
         validated = _mixed(recipe, parts, once=True) if parts else None
     else:

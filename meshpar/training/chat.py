@@ -20,12 +20,10 @@ from meshpar.training.examples import RecordSource
 from meshpar.training.tables import TABLES, UNPLAIN, Reading, kind_of, records_of
 from meshpar.training.template import SAID, ChatTemplate, Message, Spans
 from meshpar.training.text import STDLIB, TextSource
-from meshpar.training.tokenizer import TextTokenizer, batch_items
+from meshpar.training.tokenizer import Piece, TextTokenizer, batch_items
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from meshpar.training.tokens import Piece
 
 _FORMAT, _BATCH = 2, 256
 _FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output", "input"))

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Piece = tuple["Sequence[int] | np.ndarray", bool, "np.ndarray | None"]
+"""Ids of a document, whether they end it, and which of them count as labels; None: all."""
+
 END_OF_TEXT = "<|endoftext|>"
 _FILES = (
     "tokenizer.json",

@@ -19,7 +19,7 @@ from meshpar.process.imports import need
 from meshpar.training.order import check_held_out, held_out
 from meshpar.training.tables import warn_of
 from meshpar.training.text import TextSource
-from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from meshpar.training.tokenizer import Piece, TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,9 +33,6 @@ _PIECE, _LONG_PIECE = (1 << 10, 1 << 17)
 _SCANNED = 1 << 22  # ids
 BEGINS, COUNTS = 1, 2
 """Marks of an id: it begins a document; it counts as a label."""
-
-Piece = tuple["Sequence[int] | np.ndarray", bool, "np.ndarray | None"]
-"""Ids of a document, whether they end it, and which of them count as labels; None: all."""
 
 
 @final
