@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -196,8 +197,12 @@ def merge_adapters(src: Place, settings: LoRA, base: Place) -> TypedSource:
             raise CheckpointError(
                 f"the weights have no {weight}, to which an adapter belongs; give the folder of the adapted weights"
             )
-        factors[weight] = AdapterFactors(lambda a=a, b=b: (a, b), settings.alpha / settings.rank, on)
+        factors[weight] = AdapterFactors(partial(_pair, a, b), settings.alpha / settings.rank, on)
     return names.publish(MergedAdapters(ours, factors))
+
+
+def _pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return a, b
 
 
 def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, overwrite: bool = False) -> Place:
