@@ -248,21 +248,27 @@ def _alone(
         if installed is not None:
             facts.add(installed.facts)
             moments += installed.moments
+    return in_this_process(module, full_layout, facts, moments).materialize(seed=seed)
+
+
+def in_this_process(
+    module: nn.Module, layout: ModelLayout, facts: Facts | None = None, moments: Sequence[Moment] = ()
+) -> Parallelized:
+    """Return a module on a mesh that nobody shares, whatever other ranks this process has."""
     lonely = MeshSpec()
-    resolved = resolve((), lonely, module, full_layout)
     meshes: Any = {lonely: None}
     alone = Guarded(
         module=module,
-        resolved=resolved,
+        resolved=resolve((), lonely, module, layout),
         meshes=meshes,
         device=torch.device("cpu"),
         replaced=(),
         lengths=set(),
         guards="off",
-        facts=facts,
+        facts=facts or Facts(),
         units=Units(module),
     )
-    return Parallelized(Run(alone, moments), Plan(lonely)).materialize(seed=seed)
+    return Parallelized(Run(alone, moments), Plan(lonely))
 
 
 def assert_records_match(expected: Record, got: Record, tolerance: float = 1e-5) -> None:

@@ -280,7 +280,7 @@ def test_the_core_knows_no_pass_by_name():
 
 
 CORE = sorted((ROOT / "meshpar/core").glob("*.py"))
-BELOW_THE_CORE = {"_torch", "weights"}
+BELOW_THE_CORE = {"_torch", "weights", "process.secrets"}
 """Torch's private parts, and a layout's map of published names, which knows errors and patterns alone."""
 TECHNIQUES = PASSES | {"Muon", "Replicas", "transformers", "elastic", "torchft"}
 

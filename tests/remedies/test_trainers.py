@@ -16,19 +16,17 @@ from meshpar import (
     ActivationCheckpoint,
     ContextParallel,
     FullyShard,
-    MeshSpec,
     ModelLayout,
-    Parallelized,
     PipelineParallel,
     Plan,
     TensorParallel,
     distributed,
     token_loss,
 )
-from meshpar.core.resolved import resolve
 from meshpar.optim import Muon, SmallAdamW
 from meshpar.optim.elementwise import check_elementwise
 from meshpar.testing import on_ranks
+from meshpar.testing.parity import in_this_process
 from meshpar.training import CausalLM, Distillation, ExpertLoad, SequenceClassification, build_adamw, freeze
 from meshpar.training.elastic import Replicas
 from meshpar.training.generating import generate
@@ -61,7 +59,7 @@ def steps(par=None, samples=None, *, saved=None, lr=1e-2, warmup=0, **options):
     samples = samples or packed(Path(scratch().name) / "loop")
     make = trainer if saved is None else lambda par, *args, **more: resumed(par, saved, *args, **more)
     run = make(par or parallel(), samples, accumulate=1, **options)
-    run.schedule = Schedule(name="constant", lr=lr, steps=max(99, warmup), warmup_steps=warmup)
+    run.course.planned = Schedule(name="constant", lr=lr, steps=max(99, warmup), warmup_steps=warmup)
     return run.run().steps
 
 
@@ -93,7 +91,7 @@ def optimized(*, after):
         CausalLM(),
         run.data,
         build_adamw(par.module, AdamWSettings()) if after else early,
-        run.schedule,
+        run.course.planned,
         run.settings,
     )
     return again.run().steps
@@ -208,9 +206,7 @@ def shards_differ(*kinds):
 
 
 def in_one_process(module):
-    spec = MeshSpec()
-    resolved = resolve((), spec, module, module.meshpar_layout())
-    return Parallelized(module, Plan(spec), resolved, {spec: None}, torch.device("cpu"))
+    return in_this_process(module, module.meshpar_layout())
 
 
 def balanced(mesh, passes, **options):

@@ -27,12 +27,10 @@ from meshpar import (
     TensorParallel,
 )
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_safetensors
-from meshpar.core.mesh import MeshSpec
-from meshpar.core.resolved import resolve
 from meshpar.launchers.export.run import export_adapters, merge_adapters
 from meshpar.step.placements import local_tensor
 from meshpar.testing import Memory, on_ranks, token_steps, whole
-from meshpar.testing.parity import Record, assert_records_match, train_steps
+from meshpar.testing.parity import Record, assert_records_match, in_this_process, train_steps
 from meshpar.training.experts import ExpertLoad
 from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
 from meshpar.training.optimizer import AdamWSettings, build_adamw
@@ -66,8 +64,7 @@ def qwen3() -> nn.Module:
 
 def alone(model: nn.Module, settings: LoRA, folder: Path) -> Parallelized:
     """The model with adapters in this one process."""
-    layout, spec = add_adapters(model, settings), MeshSpec()
-    par = Parallelized(model, Plan(spec), resolve((), spec, model, layout), {spec: None}, torch.device("cpu"))
+    par = in_this_process(model, add_adapters(model, settings))
     return par.materialize(weights=WithAdapters(Safetensors(folder), model, seed=3))
 
 

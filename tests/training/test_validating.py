@@ -19,7 +19,6 @@ import torch.distributed as dist
 import meshpar
 from meshpar import FullyShard, MeshparError, Parallelized
 from meshpar.core.errors import RecipeError, ReplicaError
-from meshpar.launchers.jobs import build
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.testing import on_ranks
 from meshpar.training import Samples, generate, log_likelihoods, validating
@@ -299,7 +298,8 @@ def test_a_prompt_without_tokens_is_refused_by_check_and_at_the_start(tmp_path: 
     file = tmp_path / "r.yaml"
     file.write_text("model: {dim: 8, layers: 1, heads: 1, hidden: 8}\ntraining: {steps: 1}\n")
     recipe = load_recipe(file, ["evaluations={samples: {prompts: [a, '']}}"])
-    assert [where for where, _ in build._plugin_problems(recipe)] == ["evaluations.samples.prompts"]
+    facts = checks.JobFacts(recipe=recipe, ranks=1, replica=False, unseen=frozenset())
+    assert [where for where, _ in checks._plugins(facts)] == ["evaluations.samples.prompts"]
     with pytest.raises(RecipeError, match="the prompt '' has no token"):
         Samples(Letters(), prompts=["a", ""])
 

@@ -463,8 +463,6 @@ def test_loops_that_fill_modules_touch_the_parameters_of_their_stage_alone(name,
     before, filled = dict(par.module.named_parameters()), 0
     for module in par.module.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
-            nn.init.xavier_uniform_(module.weight)
-            nn.init.kaiming_normal_(module.weight.data)
             nn.init.constant_(module.weight, 0.5)
             module.weight.data.mul_(2)
             if module.bias is not None:
