@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from meshpar import ExpertParallel, FullyShard, ModelLayout, PipelineParallel, Plan, TensorParallel
 from meshpar.checkpoints import CheckpointManager
-from meshpar.step.ranks import Later, Meeting
+from meshpar.step.ranks import GradientMarks, Ranks
 from tests.accelerator.accelerated import accelerated
 from tests.passes.experts.test_parallel import OWN, OwnMixture
 from tests.passes.pipeline.test_stage_habits import assert_equal, in_one_process, on_stages, plain_loss
@@ -251,7 +251,7 @@ def different_gradients():
         2 if torch.distributed.get_rank() or not name.startswith("blocks.1") else 0
         for name, _ in net.named_parameters()
     ]
-    Later(Meeting("Net", 0), list(net.named_parameters()), marks).check()
+    GradientMarks(Ranks("Net", 0), list(net.named_parameters()), marks).check()
 
 
 @habit

@@ -59,7 +59,7 @@ def steps(par=None, samples=None, *, saved=None, lr=1e-2, warmup=0, **options):
     samples = samples or packed(Path(scratch().name) / "loop")
     make = trainer if saved is None else lambda par, *args, **more: resumed(par, saved, *args, **more)
     run = make(par or parallel(), samples, accumulate=1, **options)
-    run.course.planned = Schedule(name="constant", lr=lr, steps=max(99, warmup), warmup_steps=warmup)
+    run.course._schedule = Schedule(name="constant", lr=lr, steps=max(99, warmup), warmup_steps=warmup)
     return run.run().steps
 
 

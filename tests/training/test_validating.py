@@ -19,6 +19,7 @@ import torch.distributed as dist
 import meshpar
 from meshpar import FullyShard, MeshparError, Parallelized
 from meshpar.core.errors import RecipeError, ReplicaError
+from meshpar.launchers.jobs import checks
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.testing import on_ranks
 from meshpar.training import Samples, generate, log_likelihoods, validating
