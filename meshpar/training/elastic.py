@@ -222,6 +222,7 @@ class Replicas:
                 self._ask(asked=asked)
             elif action is ReplicaAction.SYNCHRONIZE and self._synchronize():
                 self._rendezvous.succeed()
+                break  # all members have one state now, whatever they had when the quorum came together
             elif action is ReplicaAction.SYNCHRONIZE:
                 self._rendezvous.fail(self.step)
             elif action is ReplicaAction.END_WITHOUT_STATE:
