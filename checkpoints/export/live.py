@@ -279,8 +279,8 @@ def _factors(
     for layer, adapter in adapted.items():
         packed = adapter if isinstance(adapter, PackedAdapterLayer) else None
         if packed is None:
-            scaling: Any = adapter.scaling
-            weight, scale = f"{layer}.base_layer.weight", float(scaling[NAME])
+            linear: Any = adapter
+            weight, scale = f"{layer}.base_layer.weight", float(linear.scaling[NAME])
         else:
             below, weight = adapter, layer
             while isinstance(below, PackedAdapterLayer):

@@ -294,7 +294,8 @@ def stream_group() -> dist.ProcessGroup:
     """
     world: Any = dist.group.WORLD
     if world not in _GROUPS:
-        _GROUPS[world] = dist.new_group(group_desc="published", timeout=shared_timeout())
+        made: Any = dist.new_group(group_desc="published", timeout=shared_timeout())
+        _GROUPS[world] = made
     return _GROUPS[world]
 
 

@@ -79,8 +79,9 @@ class Completer:
             check_attention(config)
             self.continues = not config.is_encoder_decoder
             kind = transformers.AutoModelForCausalLM if self.continues else transformers.AutoModelForSeq2SeqLM
+            read: Any = kind.from_pretrained
             self.model: Any
-            self.model, loading = kind.from_pretrained(folder, output_loading_info=True, **options)
+            self.model, loading = read(folder, output_loading_info=True, **options)
             if file == _ADAPTERS and (folder / _GENERATION).is_file():  # transformers reads that of the weights below
                 self.model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         except Exception as error:  # each class of transformers has its own

@@ -209,8 +209,9 @@ class TrainStep:
             loss_sum, more = self.losses(module, batch, samples)
             if scale is None:  # not before the first forward, beside which the ranks exchange their counts
                 scale = token_scale() * (1.0 if self.scaler is None else self.scaler.scale)
+            factor: Any = scale
             balance = {"balance_loss": self.load.loss(count_of(batch))} if balances else {}
-            return sum(balance.values(), loss_sum) * scale, {"loss": loss_sum, **more, **balance}
+            return sum(balance.values(), loss_sum) * factor, {"loss": loss_sum, **more, **balance}
 
         _, sums = par.backward(until_stopped(), loss, reduce_each=self._settings.reduce_each)
         if scale is None:  # this rank has no loss

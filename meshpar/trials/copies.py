@@ -291,7 +291,7 @@ class _SharedFunction:
 
 
 def _rebuild(shared: _SharedFunction, cells: tuple[CellType, ...]) -> FunctionType:
-    function = shared.function
+    function: Any = shared.function
     copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     copied.__kwdefaults__ = function.__kwdefaults__
     copied.__module__, copied.__qualname__ = function.__module__, function.__qualname__
