@@ -100,14 +100,30 @@ def test_it_runs():
     )
 
 
+def gradient_norm(passes):
+    """The norm of all gradients of one batch, on two data ranks."""
+    torch.manual_seed(0)
+    par = Plan("dp_shard=2", passes).apply(transformer())
+    par.module(input_ids=torch.arange(4)[None]).logits.square().mean().backward()
+    return par.clip_grad_norm_(float("inf"))
+
+
+@pytest.mark.usefixtures("stranger")
+@on_ranks(2, fresh="imports a package that the test installs")
+def test_a_strangers_moment_comes_in_every_step_and_equals_one_process():
+    registry._found.cache_clear()
+    halves = registry.plugin("meshpar.passes", "HalfGradients")()
+    assert_parity(transformer, "dp_shard=2", [halves, FullyShard()], token_steps(VOCAB, parts=2), alone=[halves])
+    whole, half = (gradient_norm([*passes, FullyShard()]) for passes in ((), [halves]))
+    torch.testing.assert_close(half, whole / 2)
+
+
 @pytest.mark.usefixtures("stranger")
 @on_ranks(4, fresh="imports a package that the test installs")
 def test_a_strangers_tensor_and_offloading_passes_get_what_ours_get():
     registry._found.cache_clear()
     passes = [registry.plugin("meshpar.passes", name)() for name in ("SplitFeedForward", "HostShard")]
     assert_parity(transformer, "dp_shard=2,tp=2", passes, token_steps(VOCAB, parts=2))
-    halves = registry.plugin("meshpar.passes", "HalfGradients")()
-    assert_parity(transformer, "dp_shard=4", [halves, FullyShard()], token_steps(VOCAB, parts=4), alone=[halves])
     par = Plan("dp_shard=2,tp=2", passes).apply(transformer())
     assert (par.data_size, par.data_rank, par.home) == (2, dist.get_rank() // 2, torch.device("cpu"))
     par.manual_seed(1)
