@@ -30,7 +30,6 @@ __all__ = [
     "StorageWeakRef",
     "accumulates",
     "at_end_of_backward",
-    "backward",
     "check_backwards",
     "check_norms_of",
     "in_backward",
@@ -131,12 +130,7 @@ def _check_tensors(
 
 def in_backward() -> bool:
     """Return whether autograd runs a backward in this thread; a forward that runs there is a recomputation."""
-    return backward() != -1
-
-
-def backward() -> int:
-    """Return the number of the backward that runs in this thread, -1 where none does."""
-    return torch._C._current_graph_task_id()
+    return torch._C._current_graph_task_id() != -1
 
 
 def at_end_of_backward(run: Callable[[], None]) -> None:

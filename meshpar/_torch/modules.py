@@ -1,4 +1,4 @@
-"""What modules and their tensors hold in attributes that torch has not made public.
+"""Attributes of modules and their tensors that torch has not made public.
 
 - ``BatchNorm``, ``Dropout``: what these modules inherit from, also those of other packages.
 - ``persistent_buffers``, ``call_hooks``, ``gradient_hooks``: torch lists none of them.

@@ -89,7 +89,7 @@ Fact = TypeVar("Fact")
 
 @final
 class Facts:
-    """What the passes of one plan know of a module that others ask for, by type."""
+    """The facts of one plan: passes install them, and others ask for them by type."""
 
     def __init__(self, *facts: object) -> None:
         self._facts = list(facts)
@@ -106,7 +106,7 @@ class Facts:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What a pass has put on a module.
+    """The moments and facts that a pass has put on a module.
 
     Attributes:
         moments: mechanisms around the module's calls, backwards and steps (:class:`meshpar.step.moment.Moment`).

@@ -1,4 +1,4 @@
-"""Plugins, by entry point: the project's own (but for guards, which guards lists) and those of other packages."""
+"""Plugins, by entry point: the project's own (but for guards, which guards/ lists) and those of other packages."""
 
 from __future__ import annotations
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from meshpar._torch.fake import without_functions
 from meshpar._torch.optimizers import check_empty, check_loads, check_scalers
 from meshpar._torch.patches import while_lives
+from meshpar._torch.pytree import tree_leaves
 from meshpar.core.errors import MeshparError
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.stand_ins import is_users
@@ -60,7 +61,7 @@ class _OfAStage:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_functions():
             name = func.__name__
             if name == "__get__" and func not in _GRADS:
                 result = func(*args)
@@ -78,7 +79,7 @@ class _OfAStage:
 
     def meshpar_plain(self) -> Tensor:
         """Return the same values, of which anything may be computed: somebody asks for those of one parameter."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_functions():
             return self.as_subclass(Tensor)  # type: ignore[attr-defined,no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -291,7 +292,7 @@ class StageNumbers(Guard):
 
     def has_memory_of(self, tensors: Iterable[Any]) -> bool:
         """Return whether one of some tensors has the memory of a parameter."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_functions():
             memory = {local_tensor(parameter).untyped_storage().data_ptr() for parameter in self._parameters()}
             return any(local_tensor(one).untyped_storage().data_ptr() in memory for one in tensors)
 
@@ -304,7 +305,7 @@ class StageNumbers(Guard):
     def _mark(self) -> None:
         if self._steps or self._reverses:
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_functions():
             for number, parameter in enumerate(self._parameters()):
                 origins, grad = frozenset([number]), parameter.grad
                 _mark(parameter, origins, is_number=False)
@@ -313,7 +314,7 @@ class StageNumbers(Guard):
 
     def _unmark(self) -> None:
         StageNumbers._written = None
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_functions():
             for parameter in self._parameters():
                 if parameter.grad is not None:
                     _unmark(parameter.grad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +10,17 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 import meshpar._torch.operator_costs as operators
-from meshpar._torch.fake import groups_of_any_dtype
+from meshpar._torch.fake import (
+    FAKE_LOG,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    groups_of_any_dtype,
+)
+from meshpar._torch.pytree import tree_map_only
 from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
@@ -160,7 +164,7 @@ def _run(twin: nn.Module, layout: ModelLayout) -> Any:
 @contextmanager
 def _without_memory() -> Iterator[None]:
     """Compute without values; torch logs nothing about operators that have no kernel for that."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = FAKE_LOG
     before, log.disabled = log.disabled, True
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), groups_of_any_dtype():

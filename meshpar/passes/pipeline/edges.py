@@ -147,7 +147,7 @@ class Edges:
 
     @property
     def late(self) -> bool:
-        """Whether the numbers behind values are read one micro-batch later, so that the host never waits for a device.
+        """True where numbers behind values are read one micro-batch later, so that the host waits for no device.
 
         Then messages of a known form are exchanged whatever fails, with zeros in the place of values.
         """

@@ -13,9 +13,9 @@ from typing import Any, NoReturn, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from meshpar._torch.groups import all_gather
+from meshpar._torch.pytree import tree_map_only
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, brief
 from meshpar.losses.token_loss import Found, Totals

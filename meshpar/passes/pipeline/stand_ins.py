@@ -13,10 +13,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from meshpar._torch.fake import has_values
+from meshpar._torch.fake import has_values, without_functions
+from meshpar._torch.pytree import tree_leaves, tree_map_only
 from meshpar.core.errors import MeshparError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -67,7 +67,7 @@ class Elsewhere(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
         if name == "__get__" or (cls.in_hooks and not (name.endswith("_") and not isinstance(args[0], cls))):
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_functions():
                 result = func(*args, **(kwargs or {}))
             if isinstance(result, Tensor) and cls.in_hooks:
                 return result.as_subclass(cls)
