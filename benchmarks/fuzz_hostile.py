@@ -20,6 +20,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -46,6 +47,7 @@ training: {steps: 3, objective: causal_lm, tensorboard: false}
 MOST_S, MOST_BYTES = 2.0, 256 << 20
 _ROOM_BYTES = 1 << 30  # of addresses above what the process has, so that what asks for more fails at once
 _LIMIT_S = 120  # after which a draw counts as a hang
+_MAKE_LIMIT_S = 300  # for the real files, which a new process makes
 _ENGINES = {"squeue", "sacct", "scontrol", "scancel", "kubectl", "sky"}  # `meshpar jobs` asks them, by fixed commands
 COMMANDS: dict[str, list[list[str]]] = {
     "recipe": [["check", "job.yaml"], ["describe", "job.yaml"], ["export", "runs/small", "out"]],
@@ -234,20 +236,11 @@ def warm() -> None:
 
 @contextlib.contextmanager
 def real_files() -> Iterator[Path]:
-    """Make the real files in another process, whose threads and groups the drawn ones do not inherit."""
+    """Make the real files in a new process: a fork of one that computed on threads can wait for them for ever."""
     with tempfile.TemporaryDirectory(prefix="hostile-base-") as root:
         base = Path(root, "work")
         base.mkdir()
-        if (child := os.fork()) == 0:
-            code = 1
-            try:
-                make_base(base)
-                code = 0
-            except BaseException:  # noqa: BLE001 - the parent tells
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0, "the real files cannot be made"
+        subprocess.run([sys.executable, __file__, "--make", str(base)], check=True, timeout=_MAKE_LIMIT_S)
         warm()
         yield base
 
@@ -262,7 +255,11 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:200")
     parser.add_argument("--kind", choices=COMMANDS)
     parser.add_argument("--shrink", action="store_true")
+    parser.add_argument("--make", type=Path, metavar="FOLDER", help="only write the real files there")
     options = parser.parse_args()
+    if options.make:
+        make_base(options.make)
+        return 0
     first, _, last = options.seeds.partition(":")
     counts: dict[str, int] = {}
     with real_files() as base:
