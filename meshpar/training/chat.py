@@ -1,6 +1,4 @@
-"""Conversations: records of several forms, rendered by a chat template, of which the assistant's tokens alone count
-as labels.
-"""
+"""Conversations: records of several forms, rendered by a chat template; the assistant's tokens alone are labels."""
 
 from __future__ import annotations
 
@@ -48,17 +46,10 @@ QUESTION = "What does this function do?\n\n{code}"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSource:
-    """Conversations, in the same order on every rank.
+    """Conversations, in the same order on every rank, of records in one of ``_FORMS``.
 
-    A record has ``messages`` (OpenAI's form: role, content, tool_calls), ``conversations`` (ShareGPT's: from, value),
-    ``prompt`` and ``completion`` (texts, or messages), or Alpaca's ``instruction``, ``input`` and ``output``. ``tools``
-    beside them go to the template. Lists may be texts of JSON.
-
-    Attributes:
-        inputs: tables (JSON lines, Parquet, Arrow), folders and globs; or ``stdlib`` alone: a question about every
-            documented function of the standard library, with the first sentence of its docstring as the answer.
-        template: renders them.
-        reading: whether to skip records that are no conversation, and what reading found.
+    ``inputs`` are tables, folders and globs, or ``stdlib`` alone: a question about every documented function of the
+    standard library, with the first sentence of its docstring as the answer.
     """
 
     inputs: tuple[str, ...]
@@ -148,7 +139,7 @@ def _drop_nulls(value: Any) -> Any:  # noqa: ANN401 - of a table
 
 
 def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # noqa: ANN401 - of JSON
-    """Return a record's messages in OpenAI's form, and its tools. Assistant's turns that do not count have weight 0."""
+    """Return a record's messages in OpenAI's form and its tools; assistant's turns that do not count have weight 0."""
     if not isinstance(record, Mapping):
         raise RecipeError(
             f"got a {type(record).__name__}; expected an object with messages, conversations, or prompt and completion"

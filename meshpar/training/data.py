@@ -1,8 +1,7 @@
 """The batches of one data rank: every sample once per epoch, on any mesh.
 
-The position in the data is ``{"epoch", "samples"}``; samples counts those that all ranks together have used. It does
-not depend on ranks, workers or batch sizes, so that any other mesh resumes from it exactly. ``returned`` are places
-before ``samples`` whose samples a lost replica had, so that they did not count: the next steps begin with them.
+The position ``{"epoch", "samples"}`` counts samples that all ranks together have used, so any other mesh resumes from
+it. ``returned`` are places before it whose samples a lost replica had: the next steps begin with them.
 """
 
 from __future__ import annotations
@@ -28,13 +27,11 @@ TensorBatch = dict[str, torch.Tensor]
 
 
 class SampleSet(Protocol):
-    """The samples of :class:`Batches`. They collate themselves, so that a batch costs one call. ``str()`` describes
-    their number.
+    """The samples of :class:`Batches`, which collate themselves; ``str()`` describes their number.
 
-    Two members are optional. ``mix``: an :class:`meshpar.training.order.Interleave` of several sources, which orders
-    the samples; a batch then has ``source`` (B,) int64, the number of each sample's source. ``separates``: whether
-    batches may have ``position_ids`` that restart with each document (default: False); such samples also tell their
-    ``vocab_size`` and ``length``, for :func:`meshpar.training.documents.check_documents`.
+    Optional: ``mix``, the :class:`meshpar.training.order.Interleave` that orders several sources (a batch then has
+    ``source`` (B,) int64), and ``separates``: batches may have ``position_ids`` that restart with each document; such
+    samples also have ``vocab_size`` and ``length``.
     """
 
     fingerprint: str
@@ -69,8 +66,8 @@ class LoaderSettings:
 @final
 @dataclass
 class OrderedBatches:
-    """The indices of one data rank's micro-batches to the end of the epoch; a batch sampler. The micro-batches of all
-    ranks are consecutive samples of the step, so that one micro-batch has the same samples on any mesh.
+    """The indices of one data rank's micro-batches to the end of the epoch, as a batch sampler: one micro-batch of all
+    ranks is consecutive samples of the step, so that it has the same samples on any mesh.
     """
 
     samples: int
@@ -179,15 +176,12 @@ class Batches:
             samples: the samples to read.
             micro_batch: number of samples of this rank in one forward pass.
             accumulate: number of micro-batches in one optimizer step.
-            data_rank: number of this rank's slice: ``par.data_rank``.
-            data_size: number of slices: ``par.data_size``.
+            data_rank, data_size: this rank's slice of all slices: ``par.data_rank`` and ``par.data_size``.
             seed: seed of the order; None: the order of the data.
             loader: settings of workers and read-ahead.
-            replicas: number of replicas that :meth:`share` the samples when none is lost, each with ``data_size``
-                slices.
-            grow: place -> samples of a step of all ranks, from the first step at or behind this place on, which counts
-                the samples of all epochs; before the first place a step has ``accumulate`` micro-batches. Each size is
-                a multiple of ``micro_batch`` x ``data_size``.
+            replicas: number of replicas that :meth:`share` the samples, each with ``data_size`` slices.
+            grow: place in the samples of all epochs -> samples of a step of all ranks from there on, a multiple of
+                ``micro_batch`` x ``data_size``.
 
         Raises:
             RecipeError: a size is below one, or there are no samples; ``grow`` does not fit the ranks.
@@ -242,9 +236,7 @@ class Batches:
         return self._epoch * math.ceil(len(self.samples) / batch) + (self._consumed - len(self._returned)) / batch
 
     def steps_until(self, epochs: int, batch: int | None = None) -> int:
-        """Return how many steps of ``batch`` samples (None: of this data's) are left until ``epochs`` epochs are
-        complete.
-        """
+        """Return how many steps of ``batch`` samples (None: this data's) are left of ``epochs`` epochs."""
         return self._steps(self._epoch * len(self.samples) + self._consumed - len(self._returned), epochs, batch)
 
     def _steps(self, position: int, epochs: int, batch: int | None) -> int:
@@ -272,11 +264,7 @@ class Batches:
                 step, wanted = [], 0
 
     def __iter__(self) -> Iterator[list[TensorBatch]]:
-        """Yield steps forever, epoch after epoch.
-
-        Raises:
-            RecipeError: all sources of a mix are used up.
-        """
+        """Yield steps forever, epoch after epoch; RecipeError when all sources of a mix are used up."""
         while True:
             yield from self.one_epoch()
             if self._sampler.mix is not None:
@@ -300,13 +288,7 @@ class Batches:
             )
 
     def share(self, replica: int, replicas: int) -> list[TensorBatch]:
-        """Return one step's micro-batches for a replica of several, each with its own ranks' samples; the position
-        stays.
-
-        Args:
-            replica: number of this replica among those that train this step.
-            replicas: how many train it.
-        """
+        """Return one step's micro-batches for replica number ``replica`` of ``replicas``; the position stays."""
         self._place_sampler()
         sampler = self._sampler
         count = sampler.micro_batch * sampler.accumulate
@@ -321,9 +303,7 @@ class Batches:
         return bool(self._sampler.places(replica * self._sampler.global_batch, self._sampler.global_batch))
 
     def count(self, counted: Sequence[bool], size: int | None = None) -> None:
-        """Advance the position by a step of several replicas; the samples of those that did not count come again in
-        the next steps. ``size``: samples of each; None: ``global_batch`` of one replica.
-        """
+        """Advance by a step of replicas with ``size`` samples each; samples that did not count come again."""
         if not all(counted):  # else an iteration over the epoch may be reading the sampler
             self._place_sampler()
         size = size or self._sampler.global_batch
@@ -350,9 +330,7 @@ class Batches:
         self._counts: tuple[int, ...] = (0,) * (0 if self._sampler.mix is None else len(self._sampler.mix.sizes))
 
     def position(self) -> dict[str, Any]:
-        """Return the position of the next step, the same on every rank; of a mix also how many samples each source
-        has given.
-        """
+        """Return the position of the next step, the same on every rank; of a mix with each source's samples."""
         position: dict[str, Any] = {"epoch": self._epoch, "samples": self._consumed}
         if self._returned:
             position["returned"] = list(self._returned)

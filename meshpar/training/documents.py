@@ -1,8 +1,4 @@
-"""Find whether the documents of a packed row see each other, with a few tokens before the first step.
-
-Neither names nor signatures tell. A recurrent model takes ``position_ids`` and carries its state over; a model with a
-mask of its own ignores them.
-"""
+"""Try whether a model keeps the documents of a packed row apart: neither its names nor its signature tell."""
 
 from __future__ import annotations
 
@@ -53,22 +49,10 @@ def untaken(module: nn.Module) -> str:
 
 @torch.no_grad()
 def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, length: int) -> None:
-    """Try whether documents of a row see each other, and whether each is computed as if it stood alone.
+    """Raise MeshparError if documents of a row see each other, or one is computed otherwise than alone. Collective.
 
-    A row of two documents runs with another first document: what the second one gives must not move. It also runs in
-    the other order: both documents must give the same in the other place. How far it moves is measured against a row
-    that is one text.
-
-    Args:
-        par: the mesh and the plan.
-        module: ``par.module``, or a teacher beside it. It returns ``.logits``.
-        vocab_size: ids are in ``range(vocab_size)``.
-        length: tokens of a sample, which the model has room for.
-
-    Raises:
-        MeshparError: on every rank alike; names the model, how far a document moved, and the remedy.
-
-    Collective: every rank calls it.
+    A row of two documents runs with another first document, and in the other order; how far the second one's output
+    moves is measured against a row that is one text. ``length``: tokens of a sample, which the model has room for.
     """
     if not takes_positions(module):
         raise MeshparError(untaken(module))
@@ -129,9 +113,7 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
 
 @contextmanager
 def _alone(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Run on a copy of a module's state, without random numbers, recomputation and compiled blocks; yield the dtypes
-    in which it computes.
-    """
+    """Run on a copy of a module's state, without random numbers and recomputation; yield the dtypes it computes in."""
     blocks = [block for _, block in find_blocks(par.module, par.layout)] if module is par.module else []
     with ExitStack() as stack:
         stack.enter_context(par.run.without_trials())

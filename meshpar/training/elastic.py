@@ -147,9 +147,7 @@ class Replicas:
         self._rendezvous.close()
 
     def join(self) -> bool:
-        """Return whether living replicas have a state, which :meth:`begin` copies. If not, restore a checkpoint. Call
-        it once, first.
-        """
+        """Return whether living replicas have a state, which :meth:`begin` copies; else restore a checkpoint."""
         self._phase = ReplicaPhase.JOINS
         if self._ask().best[0] >= 0:
             return True
@@ -188,9 +186,7 @@ class Replicas:
 
     @property
     def leads(self) -> bool:
-        """True where this replica had trained longest of those with the newest state when they last met; not
-        collective.
-        """
+        """True where this replica trained longest of those with the newest state when they last met; not collective."""
         return self._rendezvous.first and not self._left
 
     @property
@@ -199,9 +195,7 @@ class Replicas:
         return self._rendezvous.term
 
     def alive(self) -> None:
-        """Report progress, as after each batch of a validation: a replica that is silent for long is dropped. Not
-        collective.
-        """
+        """Report progress, as after each batch of a validation: a replica that is silent for long is dropped."""
         self._rendezvous.alive()
 
     def begin(self, asked: Callable[[], str | None] = lambda: None) -> list[TensorBatch]:

@@ -1,7 +1,7 @@
-"""Evaluations beside the validation loss, of the live, sharded model: multiple choice, samples, EleutherAI's harness.
+"""Evaluations of the live, sharded model beside the validation loss: multiple choice, samples, EleutherAI's harness.
 
-A plugin (entry-point group ``meshpar.evaluations``) is called with the run's tokenizer and its options, and returns an
-:class:`Evaluation`. An optional member ``requires`` is the package that it needs and meshpar's extra that installs it.
+A plugin (entry-point group ``meshpar.evaluations``) is called with the run's tokenizer and its options. An optional
+member ``requires`` is the package that it needs and meshpar's extra that installs it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ class Evaluation(Protocol):
     """An evaluation, as a protocol."""
 
     def __call__(self, par: Parallelized, /) -> Mapping[str, float | str]:
-        """Return numbers, which are reported, and texts, which are printed, by name.
-
-        Collective: every rank calls it, and all ranks return the same.
-        """
+        """Return numbers, which are reported, and texts, which are printed, by name, alike on all ranks. Collective."""
         ...
 
 

@@ -1,6 +1,4 @@
-"""Examples: a text with a target text or a label, from JSON lines or CSV, or from the source of Python's standard
-library; as ids in memory-mapped arrays, prepared once.
-"""
+"""Examples: a text with a target text or a label, tokenized once into memory-mapped arrays."""
 
 from __future__ import annotations
 
@@ -44,14 +42,9 @@ _NO_CODE = "pydoc_data"  # the text of pydoc's help pages
 class RecordSource:
     """Distinct records, in the same order on every rank.
 
-    Attributes:
-        inputs: ``.jsonl`` and ``.csv`` files, also with ``.gz`` behind, folders and globs; or ``stdlib`` alone.
-        kind: ``pairs`` or ``labels``. Pairs of ``stdlib`` are the source of every documented function with the first
-            sentence of its docstring. Labels of ``stdlib`` are lines of code with their module or package, of the
-            largest twelve.
-        field: key of the input text in a line of JSON.
-        output_field: key of the target text or of the label (text, an integer, true or false).
-        reading: whether to skip rows without both, and what reading found.
+    ``inputs`` are tables, folders and globs, or ``stdlib`` alone: pairs of documented functions and the first sentences
+    of their docstrings, or lines of code labelled with their module. ``field`` and ``output_field`` are keys of a
+    record.
     """
 
     inputs: tuple[str, ...]
@@ -195,9 +188,7 @@ class ExampleFile:
         return cls(folder=folder, **{**fields, **lists})
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all inputs (``input``) or outputs (``output``) and their ends, memory-mapped and
-        read-only.
-        """
+        """Return the ids of all inputs (``input``) or outputs (``output``) and their ends, memory-mapped."""
         numpy = need("numpy")
         ids, ends = (numpy.load(self.folder / f"{file}.npy", mmap_mode="r") for file in (name, f"{name}_ends"))
         return ids, ends
@@ -228,13 +219,7 @@ def prepare_examples(
 ) -> ExampleSplit:
     """Tokenize records once and return their files. Every rank may call it; later runs find the files in ``cache``.
 
-    Args:
-        source: the records.
-        tokenizer: converts texts to ids.
-        cache: a folder that at least the ranks of one machine share.
-        validation: separate records for validation; their labels must be among the source's. None: none.
-        validation_fraction: instead, this part of the source's records (at least one), chosen by ``seed``.
-        seed: seed of the choice of records.
+    ``validation``: separate records; or ``validation_fraction``: this part of the source's, chosen by ``seed``.
     """
     check_held_out(validation, validation_fraction)
     parts = (source.fingerprint(), None if validation is None else validation.fingerprint(), tokenizer.fingerprint())

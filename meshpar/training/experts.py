@@ -34,8 +34,7 @@ class ExpertLoad:
 
         Args:
             par: the parallel module, materialized.
-            balance_rate: see :class:`meshpar.training.TrainSettings`.
-            balance_loss: see there.
+            balance_rate, balance_loss: see :class:`meshpar.training.TrainSettings`.
 
         Raises:
             MeshparError: the layout names nothing to balance by.
@@ -102,13 +101,11 @@ class ExpertLoad:
             self._logits.setdefault(place, []).append(logits_NE)
 
     def loss(self, tokens: int) -> Tensor:
-        """Return the term that balances experts, for the summed loss of a micro-batch: 0-dim float32, T times the loss
-        over all ranks.
+        """Return the term that balances experts, for the summed loss of a micro-batch: 0-dim float32.
 
-        The loss is ``balance_loss`` times the mean over layers of E x sum of f_i P_i (Switch Transformer, arXiv
-        2101.03961, equations 4 to 6): f_i is the share of the micro-batch's choices that expert i got and P_i the mean
-        of its probability, both over the tokens of all ranks, T the number of tokens that count on all ranks. It is
-        ``balance_loss`` where all experts get equally many.
+        It is the number of counted tokens of all ranks, times ``balance_loss``, times the mean over layers of E x sum
+        of f_i P_i (Switch Transformer, arXiv 2101.03961, equations 4 to 6): expert i's share of the micro-batch's
+        choices and the mean of its probability, over the tokens of all ranks.
 
         Args:
             tokens: number of this rank's tokens that count in the loss of the micro-batch.
@@ -143,11 +140,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def step(self, *, moved: bool = True) -> None:
-        """Count an optimizer step, and move the routers' biases if ``balance_rate`` is set and the step moved the
-        weights.
-
-        Collective where ``balance_rate`` is set: every rank calls it.
-        """
+        """Count an optimizer step; if it ``moved`` the weights, move biases by ``balance_rate``: collective."""
         if not self._sizes and self._layers is None:
             return
         self._fold()
@@ -160,16 +153,12 @@ class ExpertLoad:
         self._steps += 1
 
     def take(self) -> dict[str, Tensor]:
-        """Return the loads of experts since the last call, empty without experts.
+        """Return the loads of experts since the last call, empty without experts. Collective.
 
-        Collective: every rank calls it.
-
-        Returns:
-            ``experts/least`` and ``experts/most``: tokens of the least and of the most used expert of any layer, in a
-            step; ``experts/balance``: entropy of the shares of a layer's experts over that of equal shares, mean of the
-            layers; ``experts/dropped``: share of the choices whose weight is zero, which are not counted;
-            ``experts/entropy``: entropy of the softmax of a router's logits over that of equal ones, mean of tokens and
-            layers.
+        ``experts/least`` and ``experts/most``: tokens of the least and most used expert of any layer, in a step;
+        ``experts/balance``: entropy of the shares of a layer's experts over that of equal shares, mean of layers;
+        ``experts/dropped``: share of choices with weight zero, which are not counted; ``experts/entropy``: entropy of
+        the softmax of a router's logits over that of equal ones, mean of tokens and layers.
         """
         if not self._steps:
             return {}

@@ -72,10 +72,7 @@ class Lighthouse:
 
 @final
 class Membership:
-    """This replica at the lighthouse; one rank of each replica has it. Raises ReplicaError if there is no answer.
-
-    Heartbeats end when the replica makes no step for much longer than its longest one: one that hangs is dropped.
-    """
+    """This replica at the lighthouse, on one rank. Heartbeats end when it makes no step for much longer than usual."""
 
     def __init__(self, lighthouse: str, name: str, *, patience_s: float, wait_s: float) -> None:
         self.name = f"{name}:{uuid.uuid4().hex[:12]}"

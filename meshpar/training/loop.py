@@ -51,10 +51,7 @@ class Checkpointer(Protocol):
         *,
         averages: Mapping[str, Averaged] | None = None,
     ) -> object:
-        """Save model, optimizer, averages and ``extra`` (plain data) after ``step`` steps.
-
-        Collective: every rank calls it.
-        """
+        """Save model, optimizer, averages and ``extra`` (plain data) after ``step`` steps. Collective."""
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
         """Replace ``extra`` of a saved step: a validation, which comes after the save, has added metrics."""
@@ -65,13 +62,7 @@ class Checkpointer(Protocol):
 
 @final
 class Course:
-    """The length of a run, and the place of each step in the schedule of the learning rate.
-
-    Attributes:
-        batch: samples of a step when the run began.
-        planned: the schedule over the run's length, in steps of ``batch`` samples.
-        rate: learning rate of the last step.
-    """
+    """The length of a run of steps of ``batch`` samples, and the place of each step in the rates' schedule."""
 
     def __init__(self, schedule: Schedule, settings: TrainSettings, data: Batches) -> None:
         self._schedule, self._settings, self.rate = schedule, settings, 0.0
@@ -110,9 +101,7 @@ class Alone:
         return None
 
     def reduce(self, tokens: int, sums: Sums) -> tuple[int, Sums, int | None] | None:
-        """Return this rank's part of tokens and sums, and the tokens of all ranks if they are known already; None: the
-        step does not count.
-        """
+        """Return this rank's tokens and sums, and the tokens of all ranks if known; None: the step does not count."""
         return tokens, sums, None
 
     def writes(self, *, last: bool) -> bool:
@@ -334,10 +323,7 @@ class Trainer:
         return Outcome(steps=self.step, stopped=stopped, values=dict(self.reports.values))
 
     def validate(self) -> dict[str, float]:
-        """Return the means over the validation data: ``loss`` and the other values that the objective reports.
-
-        Collective: every rank calls it. Empty if the ranks of a run agreed to stop before its end.
-        """
+        """Return the means over the validation data, empty if the ranks agreed to stop before its end. Collective."""
         with self.reports.meter.paused():
             return self.validations.validate()
 

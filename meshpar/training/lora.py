@@ -1,7 +1,6 @@
 """LoRA (Hu et al., arXiv 2106.09685) through peft: small trained adapters beside frozen weights, on any plan.
 
-peft builds the adapters. The model's layout describes them, so that passes shard them with the layers that they adapt.
-Only the adapters are trained and saved in checkpoints.
+peft builds the adapters; the model's layout describes them, so that passes shard them with the layers they adapt.
 """
 
 from __future__ import annotations
@@ -121,8 +120,7 @@ def config_of(settings: LoRA, targets: str | list[str], **others: Any) -> Any:  
 class PackedAdapter(nn.Module):
     """Adapters on one packed weight of the module below, with the names and shapes of peft's ``ParamWrapper``.
 
-    That module computes with ``W + alpha / rank * B @ A`` of what a rank holds of W: gathered, divided by expert, split
-    by feature. The adapters of all experts are parameters like others, sharded over all data ranks.
+    That module computes with ``W + alpha / rank * B @ A`` of the part of W that a rank has.
     """
 
     def __init__(self, built: nn.Module) -> None:
@@ -370,9 +368,7 @@ def _renames(model: nn.Module) -> Iterator[Rename]:
 
 
 def _styles(name: str, style: object) -> dict[str, Any]:
-    """Return the styles of an adapted layer's parts. On a layer split by outputs, A is whole; on one split by inputs, A
-    is split and reduced like the layer, and B runs on its result.
-    """
+    """Return the styles of an adapted layer's parts: A is whole on a layer split by outputs, split on one by inputs."""
     inner, a, b = f"{name}.base_layer", f"{name}.lora_A.{NAME}", f"{name}.lora_B.{NAME}"
     if style == "rowwise":
         return {inner: style, a: "rowwise", b: "sequence"}
@@ -382,21 +378,17 @@ def _styles(name: str, style: object) -> dict[str, Any]:
 @final
 @dataclass(frozen=True, slots=True)
 class WholeA(Style):
-    """The whole A in front of a B that is split by outputs.
-
-    Inside a region, and outside of one under sequence parallelism, its gradient is a part of a sum over the axis.
-    Otherwise B prepares its own input, which sums the gradient.
-    """
+    """The whole A before a B that is split by outputs."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Sum the gradient over the axis if it is a partial sum."""
+        """Sum the gradient over the axis if it is a partial sum; otherwise B's input does."""
         if context.sequence_parallel or context.region_of(name) is not None:
             sum_gradients(name, module, context)
 
 
 @final
 class _Initialiser:
-    """A layout's initialisation, with the adapters' own. A class, because a forecast sends layouts to its process."""
+    """A layout's initialisation, with the adapters' own; a class, because forecasts pickle layouts."""
 
     def __init__(self, layout: ModelLayout, adapted: Mapping[str, Any]) -> None:
         self._init = layout.init

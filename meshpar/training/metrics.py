@@ -28,9 +28,7 @@ def flops_per_token(module: nn.Module) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: allocated memory on an accelerator, resident memory of the process on
-    a CPU.
-    """
+    """Return the peak memory so far in bytes: allocated on an accelerator, resident of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # kilobytes on Linux, bytes on macOS
@@ -38,13 +36,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def means(widths: Mapping[str, int], values: Sequence[float], tokens: float) -> dict[str, float]:
-    """Return means by name; a name without tokens is left out.
-
-    Args:
-        widths: name -> its number of ``values``: 1, a sum over all tokens; 2, a sum and the number of its own tokens.
-        values: the sums of all ranks, in the order of ``widths``.
-        tokens: number of all tokens.
-    """
+    """Return means by name: of a sum over all ``tokens`` (width 1), or of a sum and its own count (2), if not 0."""
     named, start = dict[str, float](), 0
     for name, width in widths.items():
         count = tokens if width == 1 else values[start + 1]
@@ -91,13 +83,9 @@ class Meter:
         self._start += time.perf_counter() - start
 
     def begin(self, known: Mapping[str, float], more: Mapping[str, torch.Tensor]) -> None:
-        """Sum the ranks' values since the last report, and start their copy to the host: :meth:`read` it after the next
-        step was submitted, so that the device never waits. Collective: one all-reduce has the sums, and one element for
-        each rank's memory, of which the largest counts.
+        """Sum the ranks' values since the last report, and start their copy to the host. Collective: one all-reduce.
 
-        Args:
-            known: further numbers of the record.
-            more: scalars that are equal on every rank, to read with the sums.
+        ``known``: further numbers of the record; ``more``: scalars that are equal on every rank, to read with the sums.
         """
         par, widths = self._par, {name: total.numel() for name, total in self._sums.items()}
         count = sum(widths.values())
@@ -155,14 +143,7 @@ def _begin_copy(values: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 @final
 class Reports:
-    """Publish a run's records and notes through the reporters of one rank; an error of a reporter ends no training.
-
-    Attributes:
-        reporters: receive the records.
-        meter: measures what the records say.
-        values: the last value of each name.
-        tokens: number of tokens that the run has trained on, as far as it is known.
-    """
+    """Publish a run's records and notes through the reporters of one rank; an error of a reporter ends no training."""
 
     def __init__(self, reporters: Sequence[Reporter], meter: Meter) -> None:
         self.reporters, self.meter, self.tokens = tuple(reporters), meter, 0

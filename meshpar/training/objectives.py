@@ -1,9 +1,7 @@
-"""Objectives: compute a loss from a model and a batch, summed over the counted labels.
+"""Objectives compute a loss from a model and a batch, summed over the counted labels.
 
-Objectives are plugins (entry-point group ``meshpar.objectives``): an object with the two methods of :class:`Objective`,
-or a class that makes one (a dataclass if it has options, which a recipe then sets). Two members are optional:
-``examples``, the kind of a batch's examples (:data:`EXAMPLES`; default: packed text), and ``unit``, the counted unit on
-the console.
+A plugin (entry-point group ``meshpar.objectives``) is such an object, or a class whose options a recipe sets. Optional
+members: ``examples``, a kind of :data:`EXAMPLES` (default: packed text), and ``unit``, what the console counts.
 """
 
 from __future__ import annotations
@@ -32,14 +30,10 @@ EXAMPLES = ("tokens", "pairs", "labels")
 
 
 class Objective(Protocol):
-    """Define the loss of a training, as a protocol. Losses are sums, so they can be added over micro-batches and
-    ranks.
-    """
+    """Define the loss of a training, as a protocol; losses are sums, so that they add over micro-batches and ranks."""
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return the number of tokens (or examples) of this batch that the loss counts, without computing it. The
-        batch may be on a CPU.
-        """
+        """Return how many tokens (or examples) of this batch, which may be on a CPU, the loss counts."""
         ...
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
@@ -119,9 +113,7 @@ class Seq2Seq:
 @final
 @dataclass(frozen=True, slots=True)
 class SequenceClassification:
-    """Predict a text's class: ``input_ids`` and ``attention_mask`` (B, L), ``labels`` (B) in the number of classes,
-    -100: not counted.
-    """
+    """Predict a text's class: ``input_ids``, ``attention_mask`` (B, L), ``labels`` (B); -100: not counted."""
 
     examples: ClassVar[str] = "labels"
     unit: ClassVar[str] = "examples"
@@ -131,9 +123,7 @@ class SequenceClassification:
         return count_labels(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
-        """Return the cross entropy summed over the examples, in float32, and the number of correct ones as
-        ``accuracy``.
-        """
+        """Return the summed cross entropy in float32, and the number of correct ones as ``accuracy``."""
         labels = batch["labels"]
         output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         logits = whole_logits(logits_of(self, model, output, "(B, classes)")).float()
@@ -245,9 +235,7 @@ def freeze(teacher: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_size: int) -> Iterator[str]:
-    """Yield a problem if ranks that share a batch on the teacher's mesh have different batches on the student's.
-    ``teacher`` is on the meta device.
-    """
+    """Yield a problem if ranks that share a batch on the teacher's mesh have different batches on the student's."""
     spec = plan.check(teacher, world_size=world_size)
     seen = student_plan.resolve(world_size)
     if split := [axis for axis in axes_of(student_plan.passes, seen, Role.POSITIONS) if seen.axes[axis] > 1]:

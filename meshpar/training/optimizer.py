@@ -215,9 +215,7 @@ class Schedule:
         return self.lr * self.factor(step)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: float) -> float:
-        """Set the learning rate of every parameter group for ``step`` and return it; a group's ``lr_scale`` is a factor
-        of its own.
-        """
+        """Set the rate of ``step`` in every parameter group, times its ``lr_scale``, and return the rate."""
         rate = self.rate(step)
         for group in optimizer.param_groups:
             group_rate = rate * group.get("lr_scale", 1.0)
@@ -229,9 +227,7 @@ class Schedule:
 
 
 def scaled_rate(lr: float, mode: Scaling, data_size: int) -> float:
-    """Return ``lr``, which suits one data rank's batch, for ``data_size`` times this batch. ``mode``: ``none``,
-    ``linear`` (Goyal et al., 2017) or ``sqrt`` (usual for Adam).
-    """
+    """Return ``lr`` of one data rank for ``data_size`` times its batch (``linear``: Goyal et al., 2017)."""
     scales = {"none": 1.0, "linear": float(data_size), "sqrt": math.sqrt(data_size)}
     if mode not in scales:
         raise RecipeError(f"scale_lr is one of {', '.join(scales)}; got {mode!r}")
@@ -285,10 +281,9 @@ class LossScaler:
     def __init__(
         self, *, scale: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
     ) -> None:
-        """Set the initial state.
+        """Begin with the factor ``scale``.
 
         Args:
-            scale: initial scale.
             growth: factor of the scale after ``interval`` steps in a row without overflow.
             backoff: factor of the scale after an overflow.
             interval: number of steps without overflow before the scale grows.
@@ -310,11 +305,7 @@ class LossScaler:
             foreach.mul_(together, 1.0 / self.scale)
 
     def update(self, norm: float) -> bool:
-        """Adapt the scale, and return whether the optimizer may step.
-
-        Args:
-            norm: norm of the unscaled gradients, equal on every rank, from ``par.clip_grad_norm_``.
-        """
+        """Adapt the scale by the norm of the unscaled gradients, and return whether the optimizer may step."""
         if math.isfinite(norm):
             self._good += 1
             if self._good == self._interval:

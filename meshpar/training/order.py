@@ -1,6 +1,4 @@
-"""The order of samples, which each rank computes for itself: a permutation without memory, an interleave of sources,
-a best-fit packing.
-"""
+"""The order of samples, computed on each rank: a permutation without memory, an interleave, a best-fit packing."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ _RATIO = 1e9
 def permute(places: np.ndarray, count: int, key: int) -> np.ndarray:
     """Return the sample of each of ``places`` (int64) in a permutation of ``count`` samples, which ``key`` selects.
 
-    A Feistel network over the next power of four, walked until the value falls in range (Black and Rogaway, "Ciphers
-    with arbitrary finite domains", 2002). Integer arithmetic alone: the same on every machine and in every numpy.
+    A Feistel network over the next power of four, walked until the value is in range (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002). Integer arithmetic alone: the same on every machine and in every numpy.
     """
     numpy = need("numpy")
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
@@ -90,17 +88,10 @@ def weights_problem(weights: Sequence[float]) -> str:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleave:
-    """The order in which samples are taken from several sources, by weight.
+    """The order in which samples of several sources are taken by weight; ``epochs`` None: a source repeats without end.
 
-    Sample k of a source is due at ``(k + 1/2) / weight``, and the samples come in the order in which they are due. At
-    every place each of n sources has its share to within (n + 1) / 2 samples, and a source that is used up leaves the
-    others in proportion (the method of Webster and Sainte-Lague for seats). The whole state is the number of samples
-    that each source has given.
-
-    Attributes:
-        sizes: number of samples in an epoch of each source.
-        weights: shares; only their ratios count.
-        epochs: how often each source is read at most; None: again and again.
+    Sample k of a source is due at ``(k + 1/2) / weight``: each of n sources has its share at every place to within (n +
+    1) / 2 samples (the method of Webster and Sainte-Lague for seats). The whole state is the counts of samples.
     """
 
     sizes: tuple[int, ...]
@@ -135,13 +126,7 @@ class Interleave:
         return tuple(count + int((sources == source).sum()) for source, count in enumerate(counts))
 
     def places(self, counts: Sequence[int], sources: np.ndarray, seed: int | None) -> np.ndarray:
-        """Return the samples of ``sources``, numbered through all sources: int64.
-
-        Args:
-            counts: number of samples that each source gave before.
-            sources: of :meth:`sources`.
-            seed: of each epoch's order; None: the order of the data.
-        """
+        """Return the samples of ``sources`` after ``counts`` of each, numbered through all sources: int64."""
         numpy = need("numpy")
         samples, begin = numpy.zeros(sources.size, dtype=numpy.int64), 0
         for source, size in enumerate(self.sizes):
@@ -157,13 +142,7 @@ class Interleave:
 @final
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Which parts of a token file make each sample.
-
-    Attributes:
-        starts: first id of each part in the file, int64, ordered by sample.
-        counts: number of inputs of each part; its labels are the ids behind them.
-        ends: end of each sample's parts in the two others.
-    """
+    """The parts of a token file that make each sample: first ids, numbers of inputs, and each sample's last part."""
 
     starts: np.ndarray
     counts: np.ndarray
@@ -184,16 +163,11 @@ class Fitted:
 
 
 def best_fit(document_ends: np.ndarray, length: int) -> Fitted:
-    """Pack documents into samples of ``length`` inputs: the longest first, each where the least room stays (best-fit
-    decreasing).
+    """Pack documents (which end at ``document_ends``) into samples of ``length`` inputs, the longest first, by best
+    fit.
 
     The idea is that of Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830. A document of m
-    ids has m - 1 inputs, because nothing follows its last id. Longer ones are cut into full samples and a rest. The
-    same file gives the same samples.
-
-    Args:
-        document_ends: place behind the last id of each document, int64.
-        length: inputs of a sample.
+    ids has m - 1 inputs, because nothing follows its last id. Longer ones are cut into full samples and a rest.
     """
     numpy = need("numpy")
     begins = numpy.concatenate([[0], document_ends[:-1]]).astype(numpy.int64)

@@ -15,19 +15,7 @@ sums are larger.
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuorumMember:
-    """One replica of a quorum.
-
-    Attributes:
-        name: the replica's name and the number of its process; another start of the replica has another.
-        store: ``host:port`` of its store.
-        step: number of steps that it has committed, or is ready to commit; -1: it has no state yet.
-        sum: the group in which the gradients of its last step were added up.
-        waits: it has gradients of the next step, whose sum failed.
-        failures: number of failures that it has seen.
-        drawn: the group with which it shares the samples of the step that it ``waits`` to complete.
-        life: number of steps that its process has committed.
-        waited: seconds that it has waited for the first step with others, its tries to connect included.
-    """
+    """One replica of a quorum; its name has the number of its process. ``waits``: it has gradients whose sum failed."""
 
     name: str
     store: str
@@ -48,12 +36,7 @@ class QuorumMember:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quorum:
-    """The replicas that the lighthouse has put together; the same on each of them.
-
-    Attributes:
-        number: changes with the members.
-        members: in the order of their names.
-    """
+    """The replicas that the lighthouse has put together, by name; ``number`` changes with them."""
 
     number: int
     members: tuple[QuorumMember, ...]
@@ -149,16 +132,7 @@ class ReplicaAction(Enum):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaState:
-    """A replica's own state.
-
-    Attributes:
-        name: its own.
-        phase: where it is.
-        step: number of committed steps.
-        sum: the group of the last step's sum; in ``SUMMED``: of this step's.
-        compared: the group whose members have compared their states; None: there is no such group.
-        with_samples: in ``WAITS``: the replicas that have samples of the step.
-    """
+    """A replica's own state; ``sum`` is of the last step, in ``SUMMED`` of this one."""
 
     name: str
     phase: ReplicaPhase

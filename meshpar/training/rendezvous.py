@@ -22,12 +22,7 @@ T = TypeVar("T")
 
 @final
 class Together:
-    """Lets the ranks of a replica decide alike: rank 0 speaks with the lighthouse, and what failed on one rank has
-    failed on all. Every method is collective in the replica; ranks wait ``timeout_s`` for one another.
-
-    Attributes:
-        error: what failed last on this rank.
-    """
+    """Let the ranks of a replica decide alike: rank 0 speaks for it, and an error of one is all ranks'. Collective."""
 
     def __init__(self, timeout_s: float) -> None:
         self.error = "another rank of this replica failed"
@@ -100,18 +95,10 @@ class PeerGroup:
 
 @final
 class Rendezvous:
-    """This replica at the lighthouse, and its group with the others; see :class:`meshpar.training.Replicas` for the
-    arguments. Every method but :meth:`alive` is collective.
+    """This replica at the lighthouse, and its group with the others. Every method but :meth:`alive` is collective.
 
-    Attributes:
-        name: of this replica and its process.
-        ranks: the ranks of this replica.
-        quorum: the last one; None: the next step needs another.
-        expected: number of replicas of the whole job.
-        longest_s: seconds of the longest step so far.
-        first: this replica was the leader of the last quorum.
-        term: how often it became the leader.
-        waits_since: when it began to wait for the first step with others.
+    ``first``: it led the last quorum; ``term``: how often it came to lead; ``quorum`` None: the next step needs
+    another.
     """
 
     def __init__(
@@ -164,14 +151,7 @@ class Rendezvous:
         return self.ranks.tell(lambda: self._membership is not None and self._membership.current())
 
     def ask(self, member: QuorumMember, *, after: int, trained: bool, asked: Callable[[], str | None]) -> Quorum:
-        """Get the quorum that decides: whether a step counts, or with whom to complete or begin one.
-
-        Args:
-            member: this replica; failures and waiting time are filled in here.
-            after: number of steps that it has committed.
-            trained: it has trained with others.
-            asked: returns the reason of a stop request, which ends the wait.
-        """
+        """Get the quorum that decides whether a step counts, or with whom to train one ``after`` so many steps."""
         began = time.monotonic()
         self.waits_since = min(self.waits_since, began)  # after a restore, which may take longer on others
         unknown = after == 0 or member.step < 0 or not trained

@@ -1,6 +1,4 @@
-"""What replicas exchange: gradients, which they add up, and the state, which they copy to those that lack it and
-compare.
-"""
+"""What replicas exchange: gradients, which they add up, and the state, which they copy and compare."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ class Summed:
     """The weighted sum of all members' gradients; this replica's gradients stay as they are until :meth:`commit`."""
 
     def __init__(self, group: Peers, module: nn.Module, slot: int, slots: int, numbers: Tensor) -> None:
-        """Add up over ``group``; raises RuntimeError if a member failed. This replica is number ``slot`` of the
-        ``slots`` that share the step; ``numbers``: its tokens, and its other sums.
-        """
+        """Add up over ``group`` gradients and ``numbers`` (tokens first); RuntimeError if a member failed."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         has_grad = torch.tensor([float(parameter.grad is not None) for parameter in trained], dtype=torch.float64)
         slotted = torch.zeros(slots, dtype=torch.float64)
@@ -83,9 +79,7 @@ class Stateful(Protocol):
 
 @final
 class Replicated:
-    """Weights, buffers, optimizer and position in the data of this rank of a replica; see
-    :class:`meshpar.training.Replicas` for the arguments.
-    """
+    """Weights, buffers, optimizer and position in the data of this rank of a replica."""
 
     def __init__(
         self, par: Parallelized, optimizer: torch.optim.Optimizer, data: Batches, state: Stateful, same: object
@@ -94,9 +88,7 @@ class Replicated:
         self._same = same
 
     def synchronize(self, group: Peers, quorum: Quorum, name: str) -> dict[str, Any]:
-        """Send the newest state to the replicas that have an older one; return what replica ``name`` received. Raises
-        RuntimeError if a replica failed.
-        """
+        """Send the newest state to the replicas that lack it; return what replica ``name`` received."""
         members, best, state = quorum.ready, quorum.best, dict[str, Any]()
         sources = [number for number, member in enumerate(members) if member.state == best]
         behind = [number for number, member in enumerate(members) if member.state != best]
@@ -135,9 +127,7 @@ class Replicated:
         self._optimizer.zero_grad(set_to_none=True)
 
     def compare(self, group: Peers, step: int) -> None:
-        """Compare hashes of the members' states after ``step``; raises MeshparError if they differ, RuntimeError if a
-        member failed.
-        """
+        """Raise MeshparError if the members' states after ``step`` differ by hash, RuntimeError if a member failed."""
         total = digest_of_several(
             local_tensor(leaf) for leaf in leaves(self._whole_state()) if isinstance(leaf, Tensor)
         )

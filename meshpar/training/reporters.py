@@ -68,9 +68,7 @@ class JsonLines:
     """Write ``metrics.jsonl``: one record per line, with the time."""
 
     def __init__(self, path: str | Path, *, step: int = 0) -> None:
-        """Open the file to append. Lines of steps after ``step``, from a run that ended after its last checkpoint, move
-        to ``metrics.abandoned.jsonl``; every line is complete in one of the two files at all times.
-        """
+        """Open the file to append; lines of steps after ``step`` move to ``metrics.abandoned.jsonl``."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = _lines(path)
@@ -149,14 +147,7 @@ class Console:
     def __init__(
         self, steps: int | Callable[[], int], *, step: int = 0, file: TextIO | None = None, unit: str = "tok"
     ) -> None:
-        """Start the output.
-
-        Args:
-            steps: number of steps of the whole run, or a function that returns it, if it may change.
-            step: number of completed steps.
-            file: output stream; None: standard error.
-            unit: of the throughput: ``tok`` or ``examples``.
-        """
+        """Start the output of a run of ``steps`` (a function, if they may change) after ``step`` of them."""
         self._file, self._unit = Lenient(file or sys.stderr), unit
         self._total = steps if callable(steps) else lambda: steps
         self._first = step

@@ -1,6 +1,4 @@
-"""Kinds of samples: packed tokens, examples padded to the longest of each batch, a user's own, and a mix of several
-sources.
-"""
+"""Kinds of samples: packed tokens, padded examples, a user's own, and a mix of several sources."""
 
 from __future__ import annotations
 
@@ -174,9 +172,7 @@ class _TokenRows:
 
 
 def pad_rows(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids (B, L) padded with ``fill`` to a multiple above the longest row, and their attention mask, both int64.
-    An empty row has one attended position, because attention over no position is NaN.
-    """
+    """Return ids (B, L) and their mask, int64; an empty row has one attended position, else attention is NaN."""
     numpy = need("numpy")
     longest = max(1, *(row.size for row in rows))
     width = min(length, -(-longest // _MULTIPLE) * _MULTIPLE)
@@ -193,14 +189,7 @@ class PairedExamples:
     """Batch input and target texts for an encoder and a decoder, for :class:`meshpar.training.Seq2Seq`."""
 
     def __init__(self, file: ExampleFile, *, length: int, target_length: int, start_id: int) -> None:
-        """Use the examples of ``file``.
-
-        Args:
-            file: examples with target texts.
-            length: largest length of an input in tokens; longer inputs are truncated.
-            target_length: largest length of a target in tokens, including its end; longer targets are truncated.
-            start_id: first id of the decoder's input.
-        """
+        """Use ``file``; inputs and targets are truncated to a length; ``start_id`` begins the decoder's input."""
         self.file, self.start_id = file, start_id
         self._inputs, self._targets = _TokenRows(file, "input", length), _TokenRows(file, "output", target_length)
         self.fingerprint = f"{file.fingerprint}/{length}/{target_length}"
@@ -227,12 +216,7 @@ class LabelledExamples:
     """Batch texts with a class, for :class:`meshpar.training.SequenceClassification`."""
 
     def __init__(self, file: ExampleFile, *, length: int) -> None:
-        """Use the examples of ``file``.
-
-        Args:
-            file: examples with labels.
-            length: largest length of an input in tokens; longer inputs are truncated.
-        """
+        """Use the examples of ``file``, which have labels; inputs are truncated to ``length``."""
         self.file = file
         self._inputs, self._labels = _TokenRows(file, "input", length), _TokenRows(file, "output", 1)
         self.fingerprint = f"{file.fingerprint}/{length}"
@@ -255,13 +239,7 @@ class MappedSamples:
 
     # a user's own
     def __init__(self, dataset: Any, name: str, places: np.ndarray | None = None) -> None:  # noqa: ANN401
-        """Look at the first sample; raises RecipeError if it is no such dataset.
-
-        Args:
-            dataset: the samples, the same on every rank. Attributes ``fingerprint`` and ``vocab_size`` are optional.
-            name: what it is made of: two datasets of one name and length are taken for the same.
-            places: the samples to use; None: all.
-        """
+        """Look at the first sample; datasets of one ``name`` and length are the same. ``places``: None: all samples."""
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise RecipeError(f"{name} has no length or no dataset[i]; expected a map-style torch.utils.data.Dataset")
         self.dataset, self.name, self._places = dataset, name, places

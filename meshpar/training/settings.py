@@ -1,6 +1,4 @@
-"""Settings of a run: how long it is, what happens how often, how it ended; and bounds, declared beside the fields
-that they bound.
-"""
+"""Settings of a run, how it ended, and bounds of fields."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from meshpar.core.errors import RecipeError
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Bounds on a field's value, as an annotation of its type: ``Annotated[int, Bound(ge=1)]``: at least ``ge``, above
-    ``gt``, at most ``le``, below ``lt``. :func:`bound_problems` checks them, and pydantic reads them, too.
-    """
+    """Bounds on a field's value, as an annotation: ``Annotated[int, Bound(ge=1)]``; pydantic reads them, too."""
 
     ge: float | None = None
     gt: float | None = None

@@ -38,8 +38,7 @@ _NORMS, _LEAST_NORMS = 100, 20  # of the median, from which a spike is told
 class BatchLosses:
     """Compute summed losses of batches, which it copies to the device.
 
-    A GPU copies on a separate stream: the host runs ahead of it, so the copy of a step's batch overlaps with the step
-    before (from page-locked memory; from other memory the host waits for the copy).
+    A GPU copies on a separate stream, so the copy of a step's batch overlaps with the step before (from pinned memory).
     """
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
@@ -74,9 +73,7 @@ class BatchLosses:
 def _by_source(
     names: Sequence[str], losses: Sequence[torch.Tensor], labels_BL: torch.Tensor, source_B: torch.Tensor
 ) -> Sums:
-    """Return of each source its summed loss and number of tokens, (2,) float32; nothing where ``losses`` are not those
-    of all labels, once.
-    """
+    """Return each source's summed loss and tokens, (2,) float32; empty where ``losses`` are not those of all labels."""
     if sum(loss.numel() for loss in losses) != labels_BL.numel():
         return {}
     rows_BL = torch.cat([loss.reshape(-1) for loss in losses]).view(labels_BL.shape)
@@ -87,13 +84,7 @@ def _by_source(
 
 @final
 class Skips:
-    """Decide by the gradient norm, which is equal on every rank, whether a step changes the weights.
-
-    Attributes:
-        count: number of skipped steps.
-        norms: of the last steps that were made, with ``skip_spikes``.
-        first_bad: the first step whose norm is not finite, on the device, where the host does not read norms; -1: none.
-    """
+    """Decide by the gradient norm, which is equal on every rank, whether a step changes the weights."""
 
     def __init__(self, settings: TrainSettings, scaler: LossScaler | None, device: torch.device) -> None:
         self._settings, self._scaler = settings, scaler
@@ -146,13 +137,7 @@ class Skips:
 
 @final
 class TrainStep:
-    """Compute the gradients of a step's micro-batches, and step the optimizer.
-
-    Attributes:
-        skips: decides whether a step changes the weights.
-        load: counts and balances the load of experts.
-        norms: gradient norms of the last step, by their names in a record.
-    """
+    """Compute the gradients of a step's micro-batches, and step the optimizer."""
 
     def __init__(
         self,
@@ -183,9 +168,7 @@ class TrainStep:
     def backward(
         self, micro_batches: Sequence[TensorBatch], samples: SampleSet, stop: StopRequest | None
     ) -> tuple[int, Sums] | None:
-        """Compute gradients; return this rank's tokens and sums, or None where the ranks agreed to stop between two
-        micro-batches, and no gradient is left. ``stop``: is asked; None: the step is not left.
-        """
+        """Compute gradients; return this rank's tokens and sums, or None where the ranks agreed to ``stop``."""
         par, count_of, balances = self._par, self.losses.objective.tokens, bool(self._settings.balance_loss)
         micro_batches = [par.split(batch) for batch in micro_batches]
         tokens = sum(map(count_of, micro_batches))

@@ -1,6 +1,4 @@
-"""Stop requests: a signal on any rank stops all ranks at the same place, between two steps or within a longer piece
-of work.
-"""
+"""Stop requests: a signal on any rank stops all ranks at the same place."""
 
 from __future__ import annotations
 
@@ -30,14 +28,11 @@ class StopAskedError(MeshparError):
 
 @final
 class StopRequest:
-    """Convert the signals of :mod:`meshpar.process.signals` to a stop request on which all ranks agree. A second SIGINT
-    interrupts at once.
+    """Convert the signals of :mod:`meshpar.process.signals` to a stop request on which all ranks agree.
 
-    A context manager, which may be entered again inside. Collective: every rank enters it. A small all-reduce of CPU
-    memory on a separate group combines the ranks' flags and overlaps with the next step: the ranks agree one call of
-    :meth:`agreed` after the request, and nothing waits, unless more than a second passes between two calls. A flag
-    names the signal, so that all ranks report the same one. Outside the main thread, where Python allows no signal
-    handlers, only :meth:`request` works.
+    A context manager, which may be entered again inside. Collective: every rank enters it. A small asynchronous
+    all-reduce on CPUs combines the ranks' flags (which name the signal), so the ranks agree one call of :meth:`agreed`
+    after the request. A second SIGINT interrupts at once. Outside the main thread only :meth:`request` works.
     """
 
     def __init__(self) -> None:
@@ -70,10 +65,7 @@ class StopRequest:
         return self
 
     def agreed(self) -> bool:
-        """Return whether the ranks have agreed to stop; they hear of a request in the call after it, see the class.
-        Collective: every rank calls it after every step, and between the parts of work that may take more than a
-        second.
-        """
+        """Return whether the ranks have agreed to stop. Collective: after every step and part of longer work."""
         if self._group is None:
             return self.reason is not None
         self._finish()
@@ -86,9 +78,7 @@ class StopRequest:
         return self._agreed
 
     def meet(self, failure: str, *, works: bool, within_s: float) -> tuple[list[str], bool]:
-        """Wait for the other ranks' answer; return the failures of all ranks, and whether one of them still works.
-        Collective. Raises TimeoutError: a rank did not come within ``within_s``.
-        """
+        """Wait for the other ranks; return all failures, and whether a rank still works. Collective; TimeoutError."""
         if self._group is None:
             self._agreed = self.reason is not None
             return [failure] if failure else [], works

@@ -38,14 +38,7 @@ _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 @final
 @dataclass(slots=True)
 class Reading:
-    """A rule for rows that cannot be used, and the findings of the last reading of a source.
-
-    Attributes:
-        skip: count rows that cannot be used; otherwise the first is an error.
-        rows, skipped: number of rows that were read, and of those that could not be used.
-        first: the error of the first of them.
-        unused: fields that nothing reads, each with the place where it was first seen.
-    """
+    """A rule for rows that cannot be used (``skip``; else the first is an error), and the last reading's findings."""
 
     skip: bool = False
     rows: int = 0
@@ -137,10 +130,7 @@ def records_of(
 ) -> Iterator[tuple[int, Any]]:
     """Yield the number and value of each record; memory stays bounded. Raises RecipeError for a line that is none.
 
-    Args:
-        path: JSON lines, CSV, Parquet or Arrow (its stream format, which ``datasets`` writes, or its file format).
-        columns: the columns of Parquet or Arrow to read; None: all.
-        reading: whether lines that are no record are skipped; notes the columns that are not read.
+    ``columns``: those of Parquet or Arrow to read (None: all); ``reading`` notes the others, and skips bad lines.
     """
     reading = reading or Reading()
     if kind_of(path) in UNPLAIN:

@@ -1,6 +1,4 @@
-"""Chat templates: render a conversation, find what of it the assistant wrote, and refuse a template that leaves out
-what it says.
-"""
+"""Chat templates: render a conversation, find what of it the assistant wrote, refuse what a template leaves out."""
 
 from __future__ import annotations
 
@@ -46,12 +44,9 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"
 class ChatTemplate:
     """A chat template in Jinja, as tokenizers of transformers have them.
 
-    Attributes:
-        text: the template. Where it has ``{% generation %}`` blocks, they are what the assistant wrote; otherwise each
-            turn of the assistant is found by rendering the conversation up to it and with it.
-        special: the tokens that the template writes, which a tokenizer that is trained here gets whole.
-        end: the token that ends a turn; None: the tokenizer's own end of text.
-        variables: what the template reads beside messages and tools: ``bos_token``, ``eos_token``.
+    Its ``{% generation %}`` blocks are what the assistant wrote; without them each turn is found by rendering.
+    ``special``: the tokens that it writes; ``end``: the one that ends a turn; ``variables``: ``bos_token`` and the
+    like.
     """
 
     text: str
@@ -88,10 +83,7 @@ class ChatTemplate:
         return texts[0]
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, Spans]:
-        """Return the text of a conversation, and what of it the assistant wrote: from the generation prompt to the end
-        of the turn. Raises RecipeError where the template refuses it or leaves out tools or what the assistant says, or
-        where no part of the text is known to be the assistant's.
-        """
+        """Return a conversation's text, and the spans that the assistant wrote; RecipeError if these are unknown."""
         try:
             whole = self.render(messages, tools)
             if tools and self._writes(whole, messages, None):
@@ -138,9 +130,7 @@ class ChatTemplate:
         return {name for name in names if len(names) > 1 and self._writes(text, _drop_keys(messages, {name}), tools)}
 
     def check(self, eos: str, known: Callable[[str], object | None] | None) -> None:
-        """Raise RecipeError if a tokenizer lacks a token that the template writes, or no answer ends with ``eos``.
-        ``known`` returns the id of a token or None; None: every token of the template will be one.
-        """
+        """Raise RecipeError if a tokenizer lacks a token of the template, or no answer ends with ``eos``."""
         missing = [] if known is None else [token for token in self.special if known(token) is None]
         if missing:
             raise RecipeError(
@@ -278,9 +268,7 @@ TEMPLATES = {
 
 
 def chat_template(name: str | None, tokenizer: TextTokenizer | None) -> ChatTemplate:
-    """Return a chat template; raises RecipeError if there is none. ``name``: of :data:`TEMPLATES`, or a file; None: the
-    tokenizer's own. ``tokenizer`` None: it is still to be made.
-    """
+    """Return the template ``name``: of :data:`TEMPLATES`, a file, or (None) the tokenizer's own."""
     variables = {"eos_token": END_OF_TEXT} if tokenizer is None else tokenizer.variables()
     if name in TEMPLATES:
         return TEMPLATES[name]

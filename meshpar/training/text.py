@@ -1,6 +1,4 @@
-"""Read text from files, folders and globs: plain, JSON lines, CSV, Parquet, Arrow, also packed; or the standard
-library's source.
-"""
+"""Read text from files, folders and globs: plain, packed, or a column of a table; or the standard library's source."""
 
 from __future__ import annotations
 
@@ -38,15 +36,8 @@ _NOT_SOURCE = {"test", "tests", "idle_test", "encodings", "site-packages", "dist
 class TextSource:
     """Text as documents, in the same order on every rank.
 
-    Attributes:
-        inputs: files, globs (``**`` crosses folders), folders (all .txt, .md, .rst, .py, .jsonl, .csv, .parquet and
-            .arrow files in them, also with .gz or .zst behind; of a folder that ``datasets`` saved its data files) or
-            ``stdlib``, the source of Python's standard library without its tests and code tables.
-        field: key of the text in a line of a ``.jsonl`` file, or its column in a ``.csv``, ``.parquet`` or ``.arrow``
-            file.
-        separator: text that divides a file of text into documents; None: a file is one document.
-        suffixes: those of the files to read: of a folder the others are left out, and elsewhere refused; empty: all.
-        reading: whether to skip rows without a text, and what reading found.
+    ``inputs`` are files, globs, folders or ``stdlib``, the source of Python's standard library without its tests and
+    code tables; ``separator`` divides a file of text into documents; ``suffixes`` are those of the files to read.
     """
 
     inputs: tuple[str, ...]
@@ -172,10 +163,7 @@ def _read(path: Path) -> Iterator[str]:
 
 
 def cut(document: Iterator[str], size: int) -> Iterator[tuple[str, bool]]:
-    """Yield a document in pieces of ``size`` characters or more, each with whether it is the last; nothing of a blank
-    one. Pieces end where a line does; without one in eight times ``size`` before a space, and without one in 64 KiB
-    anywhere.
-    """
+    """Yield a document in pieces of ``size`` characters or more, and whether each is the last; cut at line ends."""
     rest, begun = "", False
     for part in document:
         rest, start = rest + part, 0

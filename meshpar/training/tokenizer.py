@@ -1,6 +1,4 @@
-"""Tokenizers: bytes, a trained BPE, or one from a folder. All are saved as a folder that transformers' AutoTokenizer
-loads.
-"""
+"""Tokenizers: bytes, a trained BPE, or a folder's; each is saved as a folder that transformers' AutoTokenizer loads."""
 
 from __future__ import annotations
 
@@ -39,14 +37,7 @@ _FILES = (
 
 @final
 class TextTokenizer:
-    """A fast tokenizer with its end-of-text token and the other files of its folder.
-
-    Attributes:
-        fast: the ``tokenizers.Tokenizer``.
-        eos: token that ends a document.
-        eos_id: id of ``eos``.
-        vocab_size: ids are in ``range(vocab_size)``.
-    """
+    """A fast tokenizer with its end-of-text token ``eos`` and the other files of its folder."""
 
     def __init__(
         self,
@@ -137,9 +128,7 @@ class TextTokenizer:
         return [id_ for part in parts for id_ in self.encode(part)] == self.encode("".join(parts))
 
     def encode_inputs(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
-        """Return the ids of whole texts, with the special tokens that the tokenizer adds. If it adds none, ``eos`` is
-        put before the text (``begin``), for a model that reads the first position, or after it.
-        """
+        """Return the ids of whole texts with the special tokens; without any, ``eos`` before or after it."""
         if self.fast.num_special_tokens_to_add(False):
             return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=True)]
         return [[self.eos_id, *ids] if begin else [*ids, self.eos_id] for ids in self.encode_batch(texts)]
@@ -187,13 +176,7 @@ def byte_tokenizer(template: str | None = None) -> TextTokenizer:
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> TextTokenizer:
-    """Train a byte-level BPE like GPT-2's. The same documents in the same order give the same tokenizer.
-
-    Args:
-        documents: texts to train on.
-        vocab_size: number of ids, including the 256 bytes and the end of text.
-        special: further texts that are one token each: those of a chat template.
-    """
+    """Train a byte-level BPE like GPT-2's; the same documents in the same order give the same tokenizer."""
     library = need("tokenizers")
     if vocab_size < 257:
         raise RecipeError(
@@ -218,13 +201,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, special: Sequence[str] 
 
 
 def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str | None = None) -> TextTokenizer:
-    """Load a saved or Hugging Face tokenizer folder.
-
-    Args:
-        folder: a folder with ``tokenizer.json`` and, usually, ``tokenizer_config.json``.
-        eos: token that ends a document; None: the folder's ``eos_token``.
-        template: the chat template that is saved with it; None: the folder's.
-    """
+    """Load a saved or Hugging Face tokenizer folder; ``eos`` and ``template`` None: the folder's own."""
     library = need("tokenizers")
     folder = expanded(Path(folder))
     if not (folder / "tokenizer.json").is_file():

@@ -139,9 +139,7 @@ class TokenFile:
             )
 
     def has_several_documents(self) -> bool:
-        """Return whether more than one document is in the ids, whatever ``documents`` says: text may hold the token
-        that ends one.
-        """
+        """Return whether the ids have several documents, whatever ``documents`` says: text may hold ``eos``."""
         return any(((ends > 0) & (ends < self.tokens)).any() for ends in self._ends())
 
     def document_ends(self) -> np.ndarray:
@@ -194,16 +192,10 @@ def prepare_tokenizer(
     eos: str | None = None,
     template: str | None = None,
 ) -> TextTokenizer:
-    """Return the tokenizer called ``name``, the same on every rank.
+    """Return the tokenizer called ``name``, the same on every rank: ``bytes``, ``bpe`` or a folder with
+    ``tokenizer.json``.
 
-    Args:
-        name: ``bytes``, ``bpe`` (trained on ``sources`` and stored in ``cache``) or a folder with ``tokenizer.json``.
-        sources: for a BPE: each a :class:`TextSource`, or what has ``documents()`` and ``fingerprint()``.
-        cache: folder for a trained tokenizer.
-        vocab_size: vocabulary size of a BPE.
-        special: further texts that are one token of a BPE each.
-        eos: the token that ends a document, of a BPE or a folder; None: its own.
-        template: the chat template that is saved with it; None: the folder's.
+    A BPE is trained on ``sources`` and stored in ``cache``; each of ``special`` is one token of it.
     """
     if name == "bytes":
         return byte_tokenizer(template)
@@ -239,14 +231,7 @@ def prepare_tokens(
 ) -> TokenSplit:
     """Tokenize text once and return its token files. Every rank may call it; later runs find the files in ``cache``.
 
-    Args:
-        source: the text, or conversations.
-        tokenizer: converts documents to ids; ``eos_id`` follows each document.
-        cache: a folder that at least the ranks of one machine share.
-        validation: separate text for validation; None: none.
-        validation_fraction: instead, this part of the source's documents (at least one), chosen by ``seed``. A single
-            document is split, and its end is for validation.
-        seed: seed of the choice of documents.
+    ``validation``: separate text; or ``validation_fraction``: this part of the source's documents, chosen by ``seed``.
     """
     check_held_out(validation, validation_fraction)
     whole = _tokenize_once(source, tokenizer, Path(cache))
@@ -256,9 +241,7 @@ def prepare_tokens(
 
 
 def split_tokens(whole: TokenFile, cache: str | Path, *, fraction: float, seed: int = 0) -> TokenSplit:
-    """Split a token file into training and validation by document, see :func:`prepare_tokens`. ``fraction`` 0: all
-    documents are for training, and nothing is copied.
-    """
+    """Split a token file into training and validation by document; a single document gives its end for validation."""
     if not fraction:
         return TokenSplit(train=whole, validation=None)
     stat = whole.path.stat()

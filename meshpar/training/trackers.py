@@ -24,9 +24,7 @@ def _values(record: Metrics) -> dict[str, float]:
 
 @final
 class TensorBoard:
-    """Write TensorBoard scalars, one per value, to ``tensorboard`` in the run's folder. TensorBoard hides values of
-    earlier starts after ``run.step``.
-    """
+    """Write TensorBoard scalars, one per value, to ``tensorboard`` in the run's folder."""
 
     requires: ClassVar[tuple[str, str]] = ("tensorboard", "train")
 
@@ -52,15 +50,10 @@ class TensorBoard:
 
 @final
 class WandB:
-    """Log to Weights & Biases; ``step`` is the x-axis. A resumed run continues the same W&B run.
+    """Log to Weights & Biases; a resumed run continues the same W&B run.
 
-    Args:
-        run: the run, whose facts become W&B's config.
-        project: W&B's project.
-        entity: user or team; None: your default.
-        group: W&B's group of the run.
-        tags: W&B's tags.
-        mode: ``offline`` writes files alone, for ``wandb sync``; None: ``online``, or what WANDB_MODE says.
+    Options are ``wandb.init``'s; ``mode``: ``offline`` writes files alone, for ``wandb sync``; None: as WANDB_MODE
+    says.
     """
 
     requires: ClassVar[tuple[str, str]] = ("wandb", "wandb")
@@ -112,13 +105,9 @@ class WandB:
 
 @final
 class Trackio:
-    """Log to Trackio: on this machine (in TRACKIO_DIR), or to a Space of Hugging Face. A resumed run continues the same
-    Trackio run.
+    """Log to Trackio: on this machine (in TRACKIO_DIR), or to a Space; a resumed run continues the same Trackio run.
 
-    Args:
-        run: the run, whose facts become Trackio's config.
-        project: Trackio's project.
-        space_id: name of the Space; None: as TRACKIO_SPACE_ID and TRACKIO_SERVER_URL say, else on this machine.
+    ``space_id``: name of the Space; None: as TRACKIO_SPACE_ID and TRACKIO_SERVER_URL say, else on this machine.
     """
 
     requires: ClassVar[tuple[str, str]] = ("trackio", "trackio")
@@ -155,12 +144,9 @@ def _check_room(folder: Path, run: Any = None) -> None:  # noqa: ANN401 - of a t
 
 @final
 class MLflow:
-    """Log to an MLflow server or store. A resumed run continues the same MLflow run.
+    """Log to an MLflow server or store; a resumed run continues the same MLflow run.
 
-    Args:
-        run: the run; its facts become parameters, and its recipe the artifact ``recipe.json``.
-        uri: of the server or store; None: as MLFLOW_TRACKING_URI says.
-        experiment: name of MLflow's experiment, made if there is none.
+    ``uri``: of the server or store; None: as MLFLOW_TRACKING_URI says. ``experiment`` is made if there is none.
     """
 
     requires: ClassVar[tuple[str, str]] = ("mlflow", "mlflow")

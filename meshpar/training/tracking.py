@@ -1,8 +1,8 @@
 """Trackers: plugins that show a run's records elsewhere. A thread sends them from ``metrics.jsonl``, so that a tracker
 that is down, slow or full never stops or slows a step.
 
-A plugin (entry-point group ``meshpar.trackers``) is called with a :class:`TrackedRun` and its options, and returns a
-:class:`Tracker`. An optional member ``requires`` is the package that it needs and meshpar's extra that installs it.
+A plugin (entry-point group ``meshpar.trackers``) is called with a :class:`TrackedRun` and its options. An optional
+member ``requires`` is the package that it needs and meshpar's extra that installs it.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ class Tracker(Protocol):
         """
 
     def close(self, ended: Ended) -> None:
-        """Send what is left, and end; ``ended``: how the run ended. ``"stopped"`` also where another tracker is made in
-        the place of this one, after an error.
-        """
+        """Send what is left, and end; ``ended`` is ``"stopped"`` also where a new tracker follows after an error."""
 
 
 @final
@@ -128,9 +126,7 @@ class Trackers:
         """Ignore the text: trackers get numbers only."""
 
     def close(self, ended: Ended = "complete") -> None:
-        """Wait up to 10 seconds for the trackers, which show how the run ended. What they lack is sent at the next
-        start.
-        """
+        """Wait up to 10 seconds for the trackers; what they lack is sent at the next start."""
         self._lines.close()
         end = time.monotonic() + PATIENCE_S
         for sender in self._senders:
@@ -141,9 +137,7 @@ class Trackers:
 
 
 def usable(found: Any) -> Any:  # noqa: ANN401 - what the package offers
-    """Return a plugin whose packages are installed: its ``requires``, if any, is a package and meshpar's extra that
-    installs it. Raises MeshparError without this package.
-    """
+    """Return a plugin whose ``requires``, if any, is installed; raises MeshparError otherwise."""
     if requires := getattr(found, "requires", None):
         need(requires[0], extra=requires[1])
     return found
@@ -151,9 +145,7 @@ def usable(found: Any) -> Any:  # noqa: ANN401 - what the package offers
 
 @final
 class _Sender:
-    """The thread of one tracker. It reads what it sends from the file, so nothing waits in memory; every five seconds,
-    since a request for each step would take the interpreter from the training.
-    """
+    """The thread of one tracker: every five seconds it sends new lines of the file, so nothing waits in memory."""
 
     def __init__(self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
         self.ends = threading.Event()
@@ -303,9 +295,7 @@ def facts_of(par: Parallelized) -> dict[str, Any]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """Return the commit of a folder under git; None without git. Runs no command that the folder's settings of git
-    name, so that the commit does not say whether files differ.
-    """
+    """Return the commit of a folder under git, or None; runs no command that the folder's settings of git name."""
     named = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), "rev-parse", "--verify", "HEAD"]
     try:
         return subprocess.run(named, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout.strip()

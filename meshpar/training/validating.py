@@ -1,6 +1,4 @@
-"""The validation and the evaluations of a run, beside its training: an error on one rank ends the work on all ranks,
-and no training; a stop request ends it within a batch.
-"""
+"""The validation and the evaluations of a run: an error on one rank ends the work on all ranks, and no training."""
 
 from __future__ import annotations
 
@@ -66,17 +64,11 @@ def _restored_process() -> Iterator[None]:
 
 @final
 class SideWork:
-    """Run work beside the training of which each rank hears how it goes on the others.
+    """Run work beside the training of which each rank hears how it goes on the others; ``failures``: a line for each
+    rank.
 
-    Args:
-        in_step: whether ranks meet before each call of ``module``; stages of a pipeline run ahead of one another.
-        moved: called before each batch, and every half second while the work may be silent.
-        before_exit: called before this process ends in the middle of work that a stop request does not end.
-        silent_s: seconds for which work may call no module before the watchdog counts it as no progress.
-        grace_s: seconds after a stop request in which work of the user's has to end.
-
-    Attributes:
-        failures: what failed in the last piece of work, a line for each rank.
+    ``in_step``: ranks meet before each call of ``module``; ``moved``: called while the work goes on; ``before_exit``:
+    called before this process ends in the middle of work that a stop request does not end.
     """
 
     def __init__(
@@ -99,9 +91,8 @@ class SideWork:
     def run(self, name: str, act: Callable[[], T], within: AbstractContextManager[object]) -> T | None:
         """Return the result of ``act``; None where it failed on a rank, or where a stop request ended it. Collective.
 
-        ``act`` may be interrupted anywhere, and what enters and leaves ``within`` is not. At the end the modes of the
-        module's parts, the working directory, autograd's mode and the handlers of stop signals are as before. Raises
-        MeshparError where this rank failed, and the others do not come, because they wait for it in an exchange.
+        ``act`` may be interrupted anywhere, and what enters and leaves ``within`` is not. Raises MeshparError where
+        this rank failed, and the others do not come, because they wait for it in an exchange.
         """
         self._called, self._left, self.failures, self._lost = time.monotonic(), False, [], ""
         result: T | None = None
@@ -207,16 +198,9 @@ class SideWork:
 
 @final
 class Validations:
-    """Validate and evaluate the model, and publish the numbers.
+    """Validate and evaluate the model, with the values of ``weights``, and publish the numbers.
 
-    Args:
-        weights: returns a context in which the parameters have the values that are validated.
-        alive: called before each batch.
-
-    Attributes:
-        owes: prefixes of the numbers that the last step has to get and does not have yet.
-        moves: batches of all validations, and signs of evaluations, so that a watchdog sees one move.
-        side_work: in a run: hears of stop requests, and of errors on other ranks.
+    ``owes``: prefixes of the numbers that the last step still has to get; ``moves``: signs of progress for a watchdog.
     """
 
     def __init__(
