@@ -1,8 +1,4 @@
-"""What a person sees on the terminal: rank 0's log as it grows, and the progress of long work.
-
-Each rank has one log with stdout and stderr in order, appended by each start. torch's DefaultLogsSpecs has two files,
-emptied at each restart and named by local rank; its TailLog repeats earlier starts and takes the terminal away.
-"""
+"""What a person sees on the terminal: rank 0's log as it grows, which each start appends to, and progress."""
 
 from __future__ import annotations
 

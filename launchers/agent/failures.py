@@ -47,16 +47,7 @@ _CONNECT_S = 60.0
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One rank's error.
-
-    Attributes:
-        rank, host: rank and host that failed.
-        kind, message: class and text of the exception.
-        trace: traceback; empty for errors of meshpar, whose message is enough.
-        problems: problems of a PlanError.
-        seconds: time of the failure since the epoch; clocks of hosts may differ.
-        full: memory may have been full.
-    """
+    """One rank's error: class, text, seconds since the epoch, and a traceback unless the error is meshpar's own."""
 
     rank: int
     host: str = field(default_factory=socket.gethostname)

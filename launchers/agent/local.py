@@ -39,18 +39,7 @@ _SHUTDOWN_AFTER_FAILURE_S = 30  # torch's own
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The ranks of this node and the other nodes of the job.
-
-    Attributes:
-        ranks: number of ranks on this node.
-        nodes, least_nodes: largest number of nodes, and the smallest one of an elastic job.
-        node_rank: number of this node, in whose order ranks are numbered; None in an elastic job.
-        head: ``host:port`` on node 0, to which all nodes connect; empty for one node.
-        restarts: of the ranks after a failure; 0 for several fixed nodes, which a scheduler restarts together.
-        run_id: id of this start, equal on all nodes and different for each start of the job.
-        meeting_s: seconds within which all nodes must connect.
-        rejoin_s: of an elastic job: seconds without an answer until a node is lost, then those for others to join.
-    """
+    """The ranks of this node and the other nodes of the job, as the options of ``meshpar run`` say."""
 
     ranks: int
     nodes: int = 1

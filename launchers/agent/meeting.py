@@ -37,16 +37,7 @@ class Start:
 
 @final
 class Meeting:
-    """The connections between the nodes of one replica, from each to the first of them. A context manager.
-
-    The first node's address is in a file, because this node may return on another host. A connection shows that a node
-    is there, and is heard every second. One thread calls all methods, none of which waits for long. One node alone
-    needs neither file nor connections.
-
-    Attributes:
-        lost: a node that was lost since the last :meth:`gather`; None: all are there.
-        codes: node -> exit code of its ranks in this start, of the nodes where they have ended.
-    """
+    """The connections of a replica's nodes to its first, whose address is in a file; one thread calls all methods."""
 
     def __init__(self, file: Path, replica: int, node: int, nodes: int) -> None:
         """Describe a node of a replica; ``file``: for the first node's address, in a folder that all nodes share."""

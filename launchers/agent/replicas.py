@@ -38,14 +38,7 @@ _RUN = (sys.executable, "-m", "meshpar.launchers", "run")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """The replicas of a job.
-
-    Attributes:
-        count, here: number of replicas of the job, and the numbers of those on this node.
-        ranks, mesh: of each replica.
-        nodes: number of nodes of each, 1 if a node has one or more whole replicas.
-        node: number of this node among the nodes of its replica.
-    """
+    """The replicas of a job and those ``here``: ranks, mesh and nodes of each; ``node``: this node's number there."""
 
     count: int
     here: Sequence[int]
@@ -98,11 +91,7 @@ def divide_replicas(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
 def launch_replicas(
     recipe: Recipe, division: Division, head: str, node_rank: int, restarts: int | None, logs: Path | None
 ) -> int:
-    """Run this node's replicas until they end, and return the exit code: 0 if the job is complete.
-
-    Node 0's process holds the run's folder, and serves the lighthouse unless ``TORCHFT_LIGHTHOUSE`` names another;
-    ``head`` is its ``host:port``, or a shared file into which node 0 writes that; empty on one node.
-    """
+    """Run this node's replicas, and return the exit code; ``head``: the lighthouse's address, or the file that has it."""
     logs = (logs or recipe.folder / "logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

@@ -1,7 +1,4 @@
-"""What a launcher and its ranks agree on: variables, a task as one value, exit codes, marker files and waits.
-
-The launchers read the environment here alone, and without torch, which a script's rank may do without.
-"""
+"""What a launcher and its ranks agree on: variables, which launchers read here alone, tasks, exit codes and waits."""
 
 from __future__ import annotations
 
@@ -20,12 +17,10 @@ from meshpar.process.signals import STOPPING
 _PORTS, _FIRST_PORT = 10_000, 20_000
 
 NO_USE = 78
-"""Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed
-preflight, or starts that make no step."""
+"""Exit code when another start would fail as well (sysexits.h: EX_CONFIG)."""
 
 RETRY = 75
-"""Exit code when another start may succeed (sysexits.h: EX_TEMPFAIL): of a rank that the watchdog ended, or a replica
-that lost the others."""
+"""Exit code when another start may succeed (sysexits.h: EX_TEMPFAIL), such as the watchdog's."""
 
 STOPPED = {128 + number for number in STOPPING}
 """Exit codes of ranks that a signal stopped."""
@@ -37,9 +32,7 @@ MEETING_S = 900
 """Seconds that agents of different nodes wait for one another."""
 
 SILENT_S = 20.0
-"""Seconds without a word after which a node of a replica is lost. A killed node is noticed at once, because its
-connection closes.
-"""
+"""Seconds without a word after which a node of a replica is lost; a killed one closes its connection at once."""
 
 SHUTDOWN_S = 600
 """Seconds between a signal, after which ranks write a checkpoint, and SIGKILL."""

@@ -26,12 +26,7 @@ _STORE = "it is on rank 0's host: rank 0 or its launcher is stopped or dead"
 
 @final
 class Watchdog:
-    """Ends a job without progress: a new value of ``progress()`` or ``moves()``, or a collective. A context manager.
-
-    After ``stall_s`` seconds this rank writes its stacks, step and last collectives to ``file``, and asks the others by
-    the store to do the same. The lowest rank that answers names those that do not answer, or are behind in some group.
-    Every rank leaves with :data:`RETRY` about 20 seconds after the bound; ranks that do not answer are killed.
-    """
+    """Ends a job without progress by :data:`RETRY`, after the lowest rank that answers has named those that do not."""
 
     def __init__(
         self,
@@ -46,17 +41,7 @@ class Watchdog:
         file: TextIO | None = None,
         answer_s: float = 5.0,
     ) -> None:
-        """Prepare; entering starts it.
-
-        Args:
-            stall_s: seconds without progress; time-outs of collectives must be longer, or they end the job first.
-            store: a connection of this watchdog's own, equal on all ranks.
-            progress, moves: return another value after a step, and after other work, such as validation or writing.
-            rank, world_size: of this process, and the number of ranks.
-            on_stall: gets the verdict before the process ends, and whether the store could be asked for it.
-            file: for stacks and verdict; None: standard error.
-            answer_s: seconds in which a rank that lives answers.
-        """
+        """``progress``, ``moves``: change after a step, and after other work; ``on_stall``: gets the verdict."""
         self._stall_s, self._progress, self._moves = stall_s, progress, moves
         # torch's types do not know append.
         self._store: Any = store

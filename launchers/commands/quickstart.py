@@ -26,9 +26,7 @@ from meshpar.training.samples import PackedTokens
 MESHES = {"fsdp": "dp_shard=2", "hsdp": "dp_replicate=2,dp_shard=1"}
 RANKS = 2
 OTHER_MESH, OTHER_BATCH = "tp=2", 8
-"""The mesh that resumes. Both ranks get the same data there, so a micro-batch of twice the size keeps the global
-batch.
-"""
+"""The mesh that resumes, on which both ranks get the same data: twice the micro-batch keeps the global batch."""
 
 STEPS_A_MINUTE = 180
 TOLERANCE = 1e-4

@@ -20,9 +20,7 @@ GIB = 2**30
 CLOCK_S = 2.0
 SHM = 1 * GIB
 FEW_FILES, FILES, FILES_A_RANK = 1024, 4096, 4
-"""Open files that a process needs: with 16 ranks at most, with more, and for each rank, because gloo's groups and
-rank 0's stores grow.
-"""
+"""Open files that a process needs: with 16 ranks at most, with more, and for each rank of gloo's groups."""
 
 
 @final
@@ -184,9 +182,7 @@ def _infiniband(found: Found) -> Iterator[Finding]:
 
 
 def _used_ports(fact: Facts) -> list[Mapping[str, str]]:
-    """Return the InfiniBand ports that NCCL_IB_HCA selects: a list of DEVICE or DEVICE:PORT, each the beginning of a
-    name, after ``=`` the whole name, and after ``^`` what is excluded.
-    """
+    """Return the InfiniBand ports that NCCL_IB_HCA selects: by prefix, after ``=`` exactly, after ``^`` all others."""
     text = fact["settings"].get("NCCL_IB_HCA", "")
     excludes, exact = text.startswith("^"), text.lstrip("^").startswith("=")
     named = [name.strip().replace(":", "/") for name in text.lstrip("^=").split(",") if name.strip()]

@@ -1,6 +1,4 @@
-"""Accelerators: what NVIDIA's management library says of each, a product that each computes, and a measured hardware
-profile for :mod:`meshpar.forecasting.hardware`.
-"""
+"""Accelerators: what NVML says of each, a product that each computes, and a measured hardware profile."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ SLOW = 0.9
 """A device that computes slower than the median of its kind by this factor is a finding: every step waits for it."""
 _SIZE, _CALLS = 8192, 20
 _HELD_BACK = {0x8: "hardware slowdown", 0x20: "temperature (software)", 0x40: "temperature", 0x80: "power brake"}
-"""Bits of NVML's clock event reasons that say that a device is not well; the others are idle clocks and limits that
-somebody set.
-"""
+"""Bits of NVML's clock event reasons that say that a device is not well."""
 
 
 def health(identity: str | None) -> dict[str, Any] | None:

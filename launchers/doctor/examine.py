@@ -1,7 +1,4 @@
-"""One rank of the doctor: examine machines without a collective, then compute and measure, and report.
-
-``python -m meshpar.launchers.doctor.examine mesh=auto folder=runs``
-"""
+"""One rank of the doctor: examine machines without a collective, then compute and measure, and report."""
 
 from __future__ import annotations
 
@@ -270,12 +267,7 @@ def _folder_findings(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine, and print the report on rank 0; return 1 if there are findings, unless they go to a file ``findings``.
-
-    Args:
-        arguments: ``mesh=TEXT``, ``wait=SECONDS``, ``folder=PATH`` (checkpoints), ``profile=PATH`` (hardware profile to
-            write), ``findings=PATH`` (made for the launcher if there are findings).
-    """
+    """Examine by ``mesh=TEXT wait=SECONDS folder=PATH profile=PATH findings=PATH``, and return the exit code."""
     options = dict(argument.split("=", 1) for argument in arguments)
     spec, kind = mesh_of(options.get("mesh", "auto")), default_device_type()
     folder = Folder(path=Path(options["folder"])) if "folder" in options else None

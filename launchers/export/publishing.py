@@ -40,19 +40,7 @@ _LENGTH, _MOST = 512, 32  # tokens of a sample, and samples
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
-    """What ``meshpar export`` was asked for.
-
-    Attributes:
-        src: a run's folder, its checkpoints, or one step.
-        dst: the folder to write; with ``watched``, the folder of one folder for each step.
-        options: of :func:`meshpar.launchers.export_run`.
-        best: as for :func:`meshpar.launchers.export_run`; with ``watched``: export each step that is the best so far.
-        text: a text on which to compare the quantised export with the step's own weights.
-        repository: ``owner/name`` of the Hugging Face Hub to push to.
-        dry_run: print what would be pushed.
-        watched: export new steps until the job that writes them has ended.
-        every: with ``watched``: export each step whose number is a multiple of this.
-    """
+    """What ``meshpar export`` was asked for; ``options``: of :func:`meshpar.launchers.export_run`."""
 
     src: PlaceLike
     dst: PlaceLike

@@ -267,9 +267,7 @@ def forecast_job(
 
 
 def fit_recipe(recipe: Recipe, world_size: int, whole: int) -> Recipe:
-    """Return an elastic job's recipe on ``world_size`` of ``whole`` ranks, with the nearest global batch; unchanged if
-    ``whole`` is 0. Raises LaunchError if no legal mesh fits.
-    """
+    """Return an elastic job's recipe on what is left of ``whole`` ranks (0: all), with the nearest global batch."""
     if whole in (0, world_size):
         return recipe
     before, now = _fit_mesh(recipe.mesh, whole, world_size)

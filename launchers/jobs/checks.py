@@ -53,14 +53,7 @@ _TRIED = 1 << 20  # characters on which a BPE is tried, in about a second
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """What the checks of a job look at.
-
-    Attributes:
-        recipe, ranks: of the job, with its data on this machine.
-        replica: the job is one of several replicas (``--elastic=replicas``).
-        unseen: headings with a class that may not be imported.
-        vocab_size, no_vocabulary: of the data, and why it cannot be read; 1 fits every model.
-    """
+    """What the checks of a job look at; ``vocab_size`` 1 fits every model."""
 
     recipe: Recipe
     ranks: int

@@ -186,8 +186,7 @@ class Saver:
         origin: Mapping[str, Any] | None = None,
         before: Callable[[], object] = lambda: None,
     ) -> None:
-        """``saved``: the whole model, or its adapters; ``best``: the metric whose best step is kept; ``origin``: of the
-        data; ``before``: called before each save."""
+        """``saved``: the model, or its adapters; ``best``: as the recipe's; ``before``: called before each save."""
         self._manager, self._saved, self._best = manager, saved, (best or "").removeprefix("+")
         self._origin, self._before = origin, before
 

@@ -35,9 +35,7 @@ DATA = "data"
 """Name of the wait for a batch in the trace."""
 
 WARM, STEPS = 3, 3
-"""Warm-up steps before the profile, which also allocate, compile and tune, and profiled steps. One more records
-memory.
-"""
+"""Warm-up steps, which also allocate, compile and tune, and profiled steps; one more records memory."""
 LEAST = WARM + STEPS + 2
 """Least number of steps of a run with a profile, which is written when the step after it begins."""
 
@@ -48,16 +46,7 @@ TRACE, SNAPSHOT, SUMMARY = "trace.json", "memory.pickle", "summary.md"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds of the profiled steps on one rank.
-
-    Attributes:
-        total: seconds from the first to the last event.
-        compute: seconds in which the device (on a CPU: the training thread) computed.
-        communication: axis -> seconds in which its collectives ran.
-        exposed: axis -> seconds of its collectives without overlapping computation.
-        data: seconds of waiting for batches.
-        idle: remaining seconds, in which the device had no work, mostly because the host was late.
-    """
+    """Seconds of the profiled steps on one rank, by axis; ``exposed``: without overlapping computation."""
 
     total: float
     compute: float
@@ -70,17 +59,7 @@ class Times:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """The content of the summary page.
-
-    Attributes:
-        title: the plan, and the device.
-        steps: number of profiled steps.
-        times: times of rank 0.
-        ranks: each rank's seconds a step, seconds of waiting for data a step, and peak memory in bytes.
-        holders: holder of memory at the peak -> bytes; empty if unknown.
-        unseen: why the holders are unknown, and where to find them.
-        files: name of each file beside the page -> description.
-    """
+    """The content of the summary page about ``steps`` profiled steps; ``unseen``: why the holders are unknown."""
 
     title: str
     steps: int
@@ -169,13 +148,7 @@ class Page:
 
 
 def times_of(trace: Mapping[str, Any], threads: Mapping[int, str] | None = None) -> Times:
-    """Return the times in a Chrome trace of torch's profiler.
-
-    Args:
-        trace: the parsed JSON.
-        threads: for a trace without a GPU: gloo's threads -> the axis whose collectives the thread runs. Threads with
-            an empty axis are left out.
-    """
+    """Return the times in a Chrome trace of torch's profiler; ``threads``: gloo's threads -> axis."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     on_device = [event for event in events if event.get("cat") in _DEVICE]
     if on_device:
@@ -248,12 +221,7 @@ def _seconds(spans: Iterable[Interval]) -> float:
 
 @final
 class Profiled:
-    """Wrap a job's batches and profile the steps between them: the loop requests the next batch when a step is
-    complete.
-
-    Rank 0 writes to ``folder``: the trace (Chrome's format), a memory snapshot (of a GPU:
-    https://pytorch.org/memory_viz), and the summary. Nothing is written if training ends before ``LEAST`` steps.
-    """
+    """Wrap a job's batches, and profile the steps between them; rank 0 writes the files to ``folder``."""
 
     def __init__(self, data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> None:
         """Wrap ``data``. Collective: every rank wraps its batches and iterates over them."""
@@ -369,9 +337,7 @@ class Profiled:
 
 
 def _pause(tracer: profile) -> None:
-    """Record nothing more. The profile is stopped a step later, or never after an error: torch writes the end of an
-    exchange that is in flight into the events, whose memory a stop frees.
-    """
+    """Record nothing more: torch writes the end of an exchange in flight into events whose memory a stop would free."""
     # All kinds at once: torch warns of a part of them, whatever the machine has.
     tracer.toggle_collection_dynamic(False, [ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU])
 

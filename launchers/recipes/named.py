@@ -1,8 +1,4 @@
-"""The objects that a recipe names (passes, objectives, own classes), found, checked and made.
-
-A recipe is data: a name without a dot is a plugin, and the class at an import path is imported for a job alone, or
-where a person trusts the recipe (:class:`Classes`).
-"""
+"""The objects that a recipe names, found, checked and made; import paths for a job alone, or where trusted."""
 
 from __future__ import annotations
 

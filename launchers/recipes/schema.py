@@ -65,9 +65,7 @@ Dtype = Annotated[
 
 @cache
 def section_of(cls: type, *, partial: bool = True, without: tuple[str, ...] = ()) -> type[Section]:
-    """Return the section of a dataclass's fields, except functions, modules and those in ``without``; ``partial``: None
-    stands for the dataclass's default, in every field.
-    """
+    """Return the section of a dataclass's plain fields; ``partial``: None stands for the dataclass's default."""
     hints = typing.get_type_hints(cls, include_extras=True)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(cls):

@@ -110,13 +110,7 @@ Model = Annotated[TransformerSection | GPT2Section | HuggingFaceSection | OwnMod
 
 
 def model_config(section: Any, vocab_size: int) -> TransformerConfig | GPT2Config:
-    """Return the shape of a ``transformer`` or ``gpt2`` section.
-
-    Args:
-        section: of the recipe.
-        vocab_size: of the data. A transformer that names neither a preset nor its own gets it, rounded up to a multiple
-            of 64, which every usual tensor axis divides.
-    """
+    """Return the shape of a ``transformer`` or ``gpt2`` section; the vocabulary is the data's where it names none."""
     given = {
         name: value for name, value in section.given().items() if name not in ("kind", "preset", "weights", "ignore")
     }

@@ -1,9 +1,4 @@
-"""YAML as recipes are written: line numbers for messages, no key twice, and ``1e-4`` is a number.
-
-ruamel.yaml 0.19, which reads YAML 1.2, would replace the resolvers below and nothing else: it stops at the first
-duplicate key, reads ``2020-01-01`` as a date and ``.5e3`` as text, returns containers and numbers of its own, and
-writes short lists over several lines.
-"""
+"""YAML as recipes are written: line numbers for messages, no key twice, and ``1e-4`` is a number."""
 
 from __future__ import annotations
 

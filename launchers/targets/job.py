@@ -27,9 +27,7 @@ from meshpar.training.settings import Bound, bound_problems
 
 Port = Annotated[int, Bound(ge=1, le=65535)]
 Shell = NewType("Shell", str)
-"""The type of an option with lines of shell. Every other option of a target is one line, because job files have
-lines of their own.
-"""
+"""The type of an option with lines of shell; every other option of a target is one line."""
 
 RECIPE, MESH, COMMAND = "recipe.resolved.yaml", "mesh.json", "command.txt"
 """Files that are written beside the job file."""
@@ -310,11 +308,7 @@ def fill_yaml(
     patches: Sequence[str] = (),
     kept: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
 ) -> str:
-    """Return a YAML template with its ``@{name}`` and top comment filled, and with what the files ``patches`` add.
-
-    A scalar that is ``@{name}`` alone becomes the value itself, and an empty value removes its key or list item.
-    ``kept`` returns the documents that the file has, the job last.
-    """
+    """Return a filled YAML template, without keys of empty values, with what ``patches`` add to ``kept`` documents."""
     text = template_text(template)
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     filled: list[Any] = [_filled(document, values) for document in yaml.safe_load_all(text)]

@@ -40,9 +40,7 @@ class OnKubernetes(Target):
     shares_disks: ClassVar[bool] = False
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return the kubectl command that submits the job; unlike ``apply`` it leaves objects of another run as they
-        are.
-        """
+        """Return the kubectl command that submits the job; unlike ``apply`` it changes no object of another run."""
         return ["kubectl", "create", "-f", str(path)]
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:

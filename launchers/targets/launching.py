@@ -46,23 +46,7 @@ SUBMIT_S = 900
 @final
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """What ``meshpar launch`` was asked for.
-
-    Attributes:
-        target: name of a plugin of ``meshpar.launchers``.
-        what: a file ending in ``.py``, a module's name, or a recipe: a file, or a name.
-        arguments: of the script; fields of the recipe to set.
-        nodes: number of nodes.
-        gpus_per_node: accelerators per node; 0: run on CPUs.
-        nproc: ranks per node; None: one per accelerator.
-        mesh: replaces the recipe's mesh; ``auto``: shards and written axes inside a node, replicas across.
-        elastic: ``"nodes"``, ``"replicas"`` or empty, as :attr:`Job.elastic`.
-        preflight: ``warn``, ``fail`` or ``off``; None: the recipe's value, or ``warn`` if that is ``off``.
-        options: options of the target, ``partition=gpu``.
-        submit: whether to submit the job.
-        module: whether ``what`` is a module's name.
-        check: arguments with which a script is first run here, in one process: the job is rendered if it ends with 0.
-    """
+    """The options of ``meshpar launch``; ``check``: arguments with which a script is first run here, in one process."""
 
     target: str
     what: str
@@ -107,9 +91,7 @@ class LaunchRequest:
 
 
 def launch_job(asked: LaunchRequest) -> str:
-    """Render a job into a folder of its own in the run's folder, submit it on request, and return a summary; raises
-    MeshparError with every problem.
-    """
+    """Render a job into a new folder of the run, submit it on request, and return a summary; raises every problem."""
     asked.check_words()
     plugin = make_target(asked.target, registry.plugin(registry.LAUNCHERS, asked.target), asked.options)
     if asked.elastic not in ("", *ELASTIC):

@@ -42,11 +42,7 @@ class SkyPilot(Target):
     patch: tuple[str, ...] = ()
 
     def render(self, job: Job) -> Mapping[str, str]:
-        """Return the task file and the files beside it.
-
-        Raises:
-            LaunchError: the job has GPUs and ``accelerators`` is empty, or names another number of them.
-        """
+        """Return the task file and the files beside it; raises LaunchError without the name of the job's GPUs."""
         if job.gpus_per_node and not self.accelerators:
             raise LaunchError("skypilot requires the name of the GPUs; add -o accelerators=H100, or another name")
         name, _, count = self.accelerators.partition(":")
@@ -79,9 +75,7 @@ class SkyPilot(Target):
         return {f"~/sky_workdir/{folder}" if relative else str(run): source}
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return the SkyPilot command that submits a managed job, which SkyPilot recovers when its machines are
-        lost.
-        """
+        """Return the SkyPilot command that submits a managed job."""
         return ["sky", "jobs", "launch", "--yes", "--detach-run", str(path)]
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:

@@ -195,9 +195,7 @@ class Slurm(Target):
         return ["sbatch", str(path)]
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
-        """Return numbers and states by squeue, for jobs that it has forgotten by sacct, and without accounting by
-        the job's own marker.
-        """
+        """Return numbers and states by squeue, sacct, or without accounting the job's own marker."""
         rows = _queue()
         every = [_numbers(job, rows) for job in jobs]
         ended: dict[str, str] = {}
