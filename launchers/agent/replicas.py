@@ -91,7 +91,7 @@ def divide_replicas(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
 def launch_replicas(
     recipe: Recipe, division: Division, head: str, node_rank: int, restarts: int | None, logs: Path | None
 ) -> int:
-    """Run this node's replicas, and return the exit code; ``head``: the lighthouse's address, or the file that has it."""
+    """Run this node's replicas, and return the exit code; ``head``: the lighthouse's address, or its file."""
     logs = (logs or recipe.folder / "logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
