@@ -130,7 +130,7 @@ def make_job(layers: int, mesh: str = "dp_shard=-1", seed: int = 0) -> Any:
 
 
 def state_of(par: Any) -> dict[str, Any]:
-    from meshpar.step.placements import local_tensor
+    from meshpar.tensors.placements import local_tensor
 
     return {name: local_tensor(tensor) for name, tensor in par.module.state_dict().items()}
 

@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FILES = tuple(
-    f"meshpar/{name}" for name in ("passes/**/*.py", "step/*.py", "guards/*.py", "trials/*.py", "parallelized.py")
+    f"meshpar/{name}" for name in ("passes/**/*.py", "step/*.py", "guards/*.py", "trials/*.py", "parallelized/*.py")
 )
 NAMES = {
     "_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "all_reduce", "copy_to", "copy_weight",

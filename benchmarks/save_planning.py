@@ -40,8 +40,8 @@ from meshpar.checkpoints.steps.planning import Alike, Described, Planning
 from meshpar.checkpoints.steps.recording import Layout, Report, layout_of, pack, report_of
 from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.storage.place import Place
-from meshpar.step.host_messages import FAN_OUT
-from meshpar.step.placements import local_index
+from meshpar.exchange.host_messages import FAN_OUT
+from meshpar.tensors.placements import local_index
 
 
 @dataclass

@@ -21,10 +21,10 @@ import torch
 from meshpar import FullyShard, HybridShard, MeshSpec, Plan, TensorParallel
 from meshpar._torch.groups import open_groups
 from meshpar.core.runtime import simulated
+from meshpar.exchange.host_messages import FAN_OUT, hops
 from meshpar.forecasting import Batch, Trace
 from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.models import Transformer, TransformerConfig
-from meshpar.step.host_messages import FAN_OUT, hops
 
 PER_NODE, LENGTH = 8, 4096
 BF16 = {"param_dtype": torch.bfloat16}

@@ -22,6 +22,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, default_device_type
 from meshpar.core.passes import Checking, Facts, Guards, Pass, Role, check_guards
 from meshpar.core.resolved import Resolved, resolve
+from meshpar.exchange.ranks import next_number
 from meshpar.guards.attach import make_run
 from meshpar.parallelized import Parallelized
 from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms
@@ -29,7 +30,6 @@ from meshpar.passes.prepare import prepare
 from meshpar.state.description import Description, describe
 from meshpar.state.initialize import check_weights, state
 from meshpar.step.moment import Guarded
-from meshpar.step.ranks import next_number
 from meshpar.trials.engine import NOTHING, Verification, report
 from meshpar.trials.proving import prove
 

@@ -42,8 +42,8 @@ from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError
 from meshpar.core.waiting import reads_of
 from meshpar.passes.pipeline.running import Layers
-from meshpar.step.placements import local_tensor
 from meshpar.step.run import fact_of
+from meshpar.tensors.placements import local_tensor
 from meshpar.weights import TypedSource, WeightMap
 from meshpar.weights.adapters import NAME, AdapterFactors, MergedAdapters, PackedAdapterLayer, adapted_layers, base_name
 

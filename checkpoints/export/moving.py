@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from meshpar._torch.groups import shared_timeout
 from meshpar.checkpoints.export.published import in_order
 from meshpar.core import runtime
-from meshpar.step.placements import held_by_this_rank, local_index, local_tensor
+from meshpar.tensors.placements import held_by_this_rank, local_index, local_tensor
 from meshpar.weights import TypedSource
 from meshpar.weights.rules import Spans, overlap, spans_of, within
 

@@ -22,7 +22,7 @@ from meshpar.checkpoints.format.writing import Group, TensorPart
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.recording import Layout, Ledger, Report, pack, unpack
 from meshpar.core.errors import CheckpointError
-from meshpar.step.placements import held_by_this_rank, local_tensor
+from meshpar.tensors.placements import held_by_this_rank, local_tensor
 from meshpar.weights.rules import Spans
 
 Share = Sequence[Sequence[int]]

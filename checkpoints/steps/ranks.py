@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 
 from meshpar.core.errors import CheckpointError, StoreError
-from meshpar.step.host_messages import Messages, branch_of, receive_bytes, send_bytes
+from meshpar.exchange.host_messages import Messages, branch_of, receive_bytes, send_bytes
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -34,7 +34,7 @@ from meshpar.checkpoints.storage.place import Place
 from meshpar.core.errors import CheckpointError
 from meshpar.core.waiting import reads_of
 from meshpar.state.averaging import Averaged
-from meshpar.step.placements import held_by_this_rank, local_tensor
+from meshpar.tensors.placements import held_by_this_rank, local_tensor
 
 
 @final

@@ -28,7 +28,7 @@ from meshpar.core.errors import CheckpointError
 from meshpar.core.layout import ModelLayout
 from meshpar.state.averaging import Averaged
 from meshpar.state.full import BLOCKS, place_optimizer_state
-from meshpar.step.placements import local_tensor, placed_like, sharded_axes
+from meshpar.tensors.placements import local_tensor, placed_like, sharded_axes
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]  # one, or several of different parameters
 OptimizerGroup = tuple[str, str, int]  # the name and the class of the optimizer, and the group's position there

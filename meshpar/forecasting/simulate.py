@@ -38,7 +38,7 @@ from meshpar.passes.pipeline.messages import Header
 from meshpar.passes.pipeline.running import Layers
 from meshpar.plan import Plan
 from meshpar.state import initialize
-from meshpar.step.placements import buckets, local_tensor, summed_in
+from meshpar.tensors.placements import buckets, local_tensor, summed_in
 
 ALLOCATOR_ROUNDING = 512
 """Bytes to which torch's CUDA allocator rounds every request."""

@@ -27,8 +27,8 @@ from meshpar.parallelized import Parallelized
 from meshpar.passes.data.replica_shards import ReplicaShards
 from meshpar.passes.elsewhere import all_parameters
 from meshpar.passes.pipeline.running import Layers
-from meshpar.step.placements import local_tensor
 from meshpar.step.run import fact_of
+from meshpar.tensors.placements import local_tensor
 
 
 @final

@@ -19,17 +19,16 @@ from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
+from meshpar.exchange.ranks import GradientMarks, Largest, Looks, Ranks, same, stages_of
 from meshpar.guards.kept_gradients import check_copies
 from meshpar.passes.experts.divided import DividedModules
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.random import draws_random
 from meshpar.state.initialize import state
 from meshpar.step.moment import Guard, Guarded
-from meshpar.step.pytrees import digest_of
-from meshpar.step.rank_digests import digest
-from meshpar.step.ranks import GradientMarks, Largest, Looks, Ranks, same, stages_of
 from meshpar.step.unit_order import Schedule
 from meshpar.step.unused_gradients import UnusedGradients
+from meshpar.tensors.digests import digest, digest_of
 
 _SAME_BATCH = (
     "they compute one sample together, so pass par.data_rank and par.data_size to the sampler: "

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshpar.core import registry, runtime
 from meshpar.core.passes import Installed, Role, find_blocks
+from meshpar.exchange.ranks import Ranks, stages_of
 from meshpar.guards import own_guards
 from meshpar.guards.explain import Explanation
 from meshpar.guards.operators import one_process
@@ -19,7 +20,6 @@ from meshpar.state.full import OptimizerStates, refuse_copies
 from meshpar.step.gradient_hooks import GradientHooks
 from meshpar.step.left_gradients import LeftGradients
 from meshpar.step.moment import Guarded, Moment, guards_of
-from meshpar.step.ranks import Ranks, stages_of
 from meshpar.step.run import Run, inside_a_call
 from meshpar.step.unused_gradients import UnusedGradients
 from meshpar.trials.first_runs import FirstRuns

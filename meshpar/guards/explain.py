@@ -105,6 +105,9 @@ _SHARE: _Cause = (
 )
 """For an error of torch's own that no other cause fits. A :class:`ParallelError` is a RuntimeError, too."""
 
+_NEVER_AT_FAULT = ("torch.", "meshpar.passes", "meshpar.step.", "meshpar.tensors.", "meshpar.guards.explain")
+"""Modules whose lines no message names as the place of an error."""
+
 
 @final
 class Explanation:
@@ -209,7 +212,9 @@ def _frames(trace: TracebackType | None) -> Any:
     while trace is not None:
         frame = trace.tb_frame
         inside = frame.f_globals.get("__name__", "")
-        own_code = not inside.startswith(("torch.", "meshpar.passes", "meshpar.step.", "meshpar.guards.explain"))
+        own_code = not inside.startswith(
+            ("torch.", "meshpar.passes", "meshpar.step.", "meshpar.tensors.", "meshpar.guards.explain")
+        )
         where = f"{frame.f_code.co_filename}:{trace.tb_lineno}" if own_code else ""
         yield frame.f_locals.get("self", frame.f_locals.get("module")), where
         trace = trace.tb_next

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.core.errors import MeshparError
-from meshpar.step.placements import local_tensor, sharded_axes
+from meshpar.tensors.placements import local_tensor, sharded_axes
 
 _RELATIVE, _FLOOR = 1e-2, 1e-4
 

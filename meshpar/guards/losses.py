@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError
+from meshpar.exchange.ranks import Largest, Looks
 from meshpar.step.moment import Guard, Guarded
-from meshpar.step.ranks import Largest, Looks
 
 _ROUNDINGS, _QUEUED_ROUNDINGS = 64, 1024
 """How far losses may differ, in units of their dtype's rounding: an accelerator adds in another order each time."""

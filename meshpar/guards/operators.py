@@ -21,9 +21,9 @@ from meshpar._torch.fake import has_values
 from meshpar._torch.patches import while_lives
 from meshpar._torch.pytree import tree_map
 from meshpar.core.errors import MeshparError, ParallelError, first_line, notes
+from meshpar.exchange.ranks import same
 from meshpar.passes.tensor import random
-from meshpar.step.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
-from meshpar.step.ranks import same
+from meshpar.tensors.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 
 _REMEDY = (
     "change the whole tensor on every rank, whole = par.whole(tensor), and write it back, under torch.no_grad(), by "

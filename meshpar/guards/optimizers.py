@@ -15,7 +15,7 @@ from meshpar._torch.dtensor import flattens
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.step.moment import Guard, Guarded
-from meshpar.step.placements import unevenly_split
+from meshpar.tensors.placements import unevenly_split
 from meshpar.trials.separable import check_separable
 
 

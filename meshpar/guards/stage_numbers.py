@@ -27,7 +27,7 @@ from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.stand_ins import is_users
 from meshpar.passes.tensor.random import states
 from meshpar.step.moment import Guard, Guarded
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 
 _READS: Final = frozenset({"item", "__bool__", "__float__", "__int__", "__index__", "is_nonzero"})
 _ARRAYS: Final = frozenset({"numpy", "__array__", "tolist"})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshpar.core.errors import MeshparError
 from meshpar.step.moment import Guard, Guarded
-from meshpar.step.pytrees import leaves
+from meshpar.tensors.pytrees import leaves
 
 
 @final

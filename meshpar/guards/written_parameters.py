@@ -8,9 +8,9 @@ from typing import Any, final
 from torch import nn
 
 from meshpar._torch.calls import eager
+from meshpar.exchange.ranks import Looks
 from meshpar.passes.data.whole_parameters import WholeParameters, refuse_written
 from meshpar.step.moment import Guard, Guarded
-from meshpar.step.ranks import Looks
 
 
 @final

@@ -18,8 +18,8 @@ from meshpar.optim.matrices import Matrices, matrices_of
 from meshpar.optim.owners import OwnedMatrix, Owners, Place, Round, shares
 from meshpar.parallelized import Parallelized
 from meshpar.passes.elsewhere import first_covering
-from meshpar.step.placements import held_by_this_rank, local_gradient, local_tensor
 from meshpar.step.run import layout_of
+from meshpar.tensors.placements import held_by_this_rank, local_gradient, local_tensor
 
 _ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix may be larger
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch.calls import without_modes
 from meshpar._torch.groups import all_gather, flattened
-from meshpar.step.placements import local_index, shard_dim
+from meshpar.tensors.placements import local_index, shard_dim
 
 Place = tuple[slice, ...]
 _LEAST = 1 << 17  # elements that a replica sends in a turn, so that many replicas do not make many turns

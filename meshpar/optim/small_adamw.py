@@ -21,7 +21,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.optim.matrices import parameter_groups
 from meshpar.parallelized import Parallelized
 from meshpar.state.full import BLOCKS
-from meshpar.step.placements import held_by_this_rank, local_gradient, local_tensor, placed_like, shard_dim
+from meshpar.tensors.placements import held_by_this_rank, local_gradient, local_tensor, placed_like, shard_dim
 
 BLOCK = 256
 """Consecutive numbers of a row that share a scale."""

@@ -16,8 +16,8 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
 from meshpar.passes.elsewhere import tensors_elsewhere
 from meshpar.state.full import misfits
-from meshpar.step.placements import local_tensor, placed_like, whole_tensor
 from meshpar.step.run import run_of
+from meshpar.tensors.placements import local_tensor, placed_like, whole_tensor
 
 
 class Resharded(Protocol):

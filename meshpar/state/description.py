@@ -15,8 +15,8 @@ from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import class_name
 from meshpar.passes.data.replica_shards import ReplicaShards
 from meshpar.state.drawing import table
-from meshpar.step.placements import local_tensor, shard_dim
 from meshpar.step.run import fact_of
+from meshpar.tensors.placements import local_tensor, shard_dim
 
 ADAM_STATE_TENSORS = 2
 

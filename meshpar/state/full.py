@@ -27,8 +27,8 @@ from meshpar.core.waiting import reads_of
 from meshpar.passes.elsewhere import tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
 from meshpar.step.moment import Moment
-from meshpar.step.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 from meshpar.step.run import fact_of, run_of
+from meshpar.tensors.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 
 BLOCKS = "_blocks"
 """The end of the name of an optimizer's tensor that has a number for each block of a row, so that no rank divides its

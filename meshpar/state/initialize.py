@@ -20,11 +20,11 @@ from meshpar.core import runtime
 from meshpar.core.errors import LayoutError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, covers, matches, suggestion, tied_names
+from meshpar.exchange.rank_digests import check_equal
 from meshpar.passes.elsewhere import tensors_elsewhere
 from meshpar.passes.tensor import random
-from meshpar.step.placements import held_by_this_rank, local_tensor
-from meshpar.step.rank_digests import check_equal
 from meshpar.step.run import run_of
+from meshpar.tensors.placements import held_by_this_rank, local_tensor
 from meshpar.weights import Mapped, WeightSource, dtypes_of
 
 _NONE = 1 << 30  # of the numbers of tied tensors that differ

@@ -18,7 +18,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
 from meshpar.state.page_locked import Slab, starts
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 
 _INSIDE = "inside of par.offloaded(), where its parameters have no memory; call it after the block"
 _AGAIN = (

@@ -1,1 +1,1 @@
-"""A step of a parallel module: its calls, its backward, and what ranks exchange around them."""
+"""A step of a parallel module: its calls, its backward, and what happens around them."""

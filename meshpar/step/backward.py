@@ -17,7 +17,7 @@ from meshpar._torch.units import Units
 from meshpar.step.backward_entrances import Entrances
 from meshpar.step.external_gradients import average_outside
 from meshpar.step.moment import Forward, Moment
-from meshpar.step.pytrees import leaves
+from meshpar.tensors.pytrees import leaves
 
 
 @final

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from meshpar._torch.autograd import Node, next_node
 from meshpar._torch.units import UnitRun
 from meshpar.core.errors import MeshparError
-from meshpar.step.pytrees import leaves
+from meshpar.tensors.pytrees import leaves
 
 STALE = (
     "weights changed between a forward and its backward (by an optimizer's step), and the backward would "

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch.modules import held_part
-from meshpar.step.placements import held_by_this_rank, local_tensor, whole_tensor
+from meshpar.tensors.placements import held_by_this_rank, local_tensor, whole_tensor
 
 
 def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshpar._torch.units import Units
 from meshpar.step.moment import Moment
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 
 
 @final

@@ -28,12 +28,12 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.registry import layout_for
 from meshpar.core.waiting import reads_of
-from meshpar.step.adafactor import adafactor_by_parts
 from meshpar.step.backward import Backward, trained_outputs
 from meshpar.step.calls import Calls, Explains
 from meshpar.step.gathered_weights import GatheredWeights
 from meshpar.step.moment import Guarded, Moment
-from meshpar.step.placements import sharded_axes
+from meshpar.tensors.adafactor import adafactor_by_parts
+from meshpar.tensors.placements import sharded_axes
 
 Fact = TypeVar("Fact")
 

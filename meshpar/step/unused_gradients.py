@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshpar.exchange.ranks import Ranks
 from meshpar.step.moment import Moment
-from meshpar.step.ranks import Ranks
 
 
 @final

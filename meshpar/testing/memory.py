@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from meshpar._torch.modules import memory_of
 from meshpar.parallelized import Parallelized
 from meshpar.passes.data.replica_shards import ReplicaShards
-from meshpar.step.placements import local_index, local_tensor
+from meshpar.tensors.placements import local_index, local_tensor
 
 Result = TypeVar("Result")
 

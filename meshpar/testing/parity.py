@@ -22,8 +22,8 @@ from meshpar.parallelized import Parallelized
 from meshpar.passes.data.batch_norm import has_batch_norm
 from meshpar.plan import Plan
 from meshpar.step.moment import Guarded, Moment
-from meshpar.step.placements import whole_tensor
 from meshpar.step.run import Run
+from meshpar.tensors.placements import whole_tensor
 
 
 @final

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from meshpar.core import mesh, runtime
-from meshpar.step import ranks as step_ranks
+from meshpar.exchange import ranks as step_ranks
 from meshpar.testing.process_state import ProcessState
 
 P = ParamSpec("P")

@@ -17,11 +17,11 @@ from torch import nn
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
+from meshpar.exchange.rank_digests import check_equal
 from meshpar.optim.elementwise import HasModes, use_evaluation_values
 from meshpar.parallelized import Parallelized
 from meshpar.passes.tensor.random import mix
 from meshpar.state.averaging import Averaged
-from meshpar.step.rank_digests import check_equal
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
 from meshpar.training.elastic import Change, Replicas

@@ -29,7 +29,7 @@ from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context, Style
 from meshpar.process.imports import quiet_imports
 from meshpar.state.initialize import own_init
-from meshpar.step.placements import part_like
+from meshpar.tensors.placements import part_like
 from meshpar.weights import Rename, WeightMap, WeightSource, dtypes_of
 from meshpar.weights.adapters import NAME, adapted_layers, base_name
 

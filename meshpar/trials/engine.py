@@ -44,7 +44,7 @@ from meshpar._torch.recompute import set_recomputed
 from meshpar.core.errors import ParallelError
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.step.forwards import installed
-from meshpar.step.pytrees import leaves
+from meshpar.tensors.pytrees import leaves
 from meshpar.trials.copies import copy_block, free, widen
 
 log = logging.getLogger(__name__)

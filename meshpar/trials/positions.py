@@ -21,7 +21,7 @@ from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
 from meshpar.passes.positions.exchange import Exchange
 from meshpar.step.forwards import installed
-from meshpar.step.pytrees import leaves
+from meshpar.tensors.pytrees import leaves
 from meshpar.trials.copies import CannotCopy, copied_state, copy_block, free
 from meshpar.trials.engine import TOLERANCE, as_evaluated, device_of, is_narrow, measure, on_any_rank
 

@@ -24,9 +24,9 @@ from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.random import digest as random_state
 from meshpar.passes.tensor.random import is_dropout
 from meshpar.step.forwards import undo_changes
-from meshpar.step.placements import local_tensor, part_like, whole_tensor
-from meshpar.step.pytrees import leaves
-from meshpar.step.rank_digests import digest
+from meshpar.tensors.digests import digest
+from meshpar.tensors.placements import local_tensor, part_like, whole_tensor
+from meshpar.tensors.pytrees import leaves
 from meshpar.trials.copies import CannotCopy, undisturbed, widen
 from meshpar.trials.engine import (
     TOLERANCE,

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from meshpar.core import runtime
-from meshpar.step.ranks import Looks
+from meshpar.exchange.ranks import Looks
 
 
 @contextmanager

@@ -20,9 +20,9 @@ import torch
 import meshpar.forecasting.device as device
 from meshpar._torch.simulated_device import fake_mode
 from meshpar.core import runtime
+from meshpar.exchange.ranks import Looks
 from meshpar.parallelized import Parallelized
 from meshpar.state import initialize
-from meshpar.step.ranks import Looks
 from meshpar.testing import PRELOAD
 
 P = ParamSpec("P")

@@ -17,9 +17,9 @@ from meshpar._torch.groups import collective_counts
 from meshpar.checkpoints.steps import ranks as saving_ranks
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.core.errors import CheckpointError
-from meshpar.step import host_messages
-from meshpar.step.host_messages import FAN_OUT, branch_of, hops
-from meshpar.step.ranks import Largest
+from meshpar.exchange import host_messages
+from meshpar.exchange.host_messages import FAN_OUT, branch_of, hops
+from meshpar.exchange.ranks import Largest
 from meshpar.testing import on_ranks
 from tests.support.patience import patient
 from tests.support.tiers import daily

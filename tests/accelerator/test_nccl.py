@@ -30,7 +30,7 @@ from meshpar import (
 )
 from meshpar._torch import groups
 from meshpar.core import runtime
-from meshpar.step.placements import whole_tensor
+from meshpar.tensors.placements import whole_tensor
 from meshpar.testing import (
     assert_parity,
     launch,

@@ -37,7 +37,7 @@ from tests.accelerator.waits import Waits
 from tests.support.models_for_parity import gpt2, transformer
 from tests.support.tiers import daily
 
-HOSTS = {"step.ranks.Largest.__init__ (hosts)": 1}
+HOSTS = {"exchange.ranks.Largest.__init__ (hosts)": 1}
 """The one exchange of the hosts in a step begins here, runs beside the next step, and is read after it."""
 BF16 = {"param_dtype": torch.bfloat16}
 STEPS = {
@@ -51,7 +51,7 @@ STEPS = {
         {
             # the optimizer runs on the host, which needs the gradients
             "_fsdp_param_group.FSDPParamGroup.finalize_backward": 20,
-            "step.placements.clip_grad_norms_": 1,  # and the factor by which they are clipped
+            "tensors.placements.clip_grad_norms_": 1,  # and the factor by which they are clipped
         },
     ),
     "experts": (

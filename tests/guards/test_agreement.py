@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, TensorLayout, TensorParallel
 from meshpar._torch.groups import collective_counts
 from meshpar.core import registry
-from meshpar.step import rank_digests
+from meshpar.exchange import rank_digests
 from meshpar.step.moment import Guard
 from meshpar.testing import on_ranks
 

@@ -11,7 +11,7 @@ import torch
 
 from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, TensorParallel, token_loss
 from meshpar.losses.chunked import chunk_for, chunked_token_loss
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
 from meshpar.training.objectives import CausalLM
 from tests.support.models_for_parity import VOCAB, Masked, gpt2, huggingface, transformer

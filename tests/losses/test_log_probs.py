@@ -15,7 +15,7 @@ from benchmarks.chunked_loss import Head
 from meshpar import ContextParallel, FullyShard, HybridShard, TensorParallel
 from meshpar.losses import log_probs
 from meshpar.losses.log_probs import token_log_probs
-from meshpar.step.placements import whole_tensor
+from meshpar.tensors.placements import whole_tensor
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.accelerator.accelerated import accelerated
 from tests.support.models_for_parity import VOCAB, huggingface, transformer

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshpar import AttentionLayout, ModelLayout, Plan
 from meshpar.checkpoints import CheckpointManager
-from meshpar.step.placements import held_by_this_rank, part_like
+from meshpar.tensors.placements import held_by_this_rank, part_like
 from meshpar.testing import on_ranks, whole
 
 

@@ -12,7 +12,7 @@ from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, Me
 from meshpar.forecasting import Batch
 from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.optim import Muon, SmallAdamW
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.optim.given import on, trained
 from tests.passes.data.test_replica_shards import MIXTURE, WORLD

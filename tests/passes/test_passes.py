@@ -10,7 +10,7 @@ import torch
 from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, Plan, Replicate, TensorParallel
 from meshpar._torch.calls import as_one_operator
 from meshpar.passes.recompute import _selective_contexts
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, random_tokens, token_loss_sum, token_steps
 from tests.support.models_for_parity import VOCAB, gpt2, transformer
 

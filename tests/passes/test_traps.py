@@ -27,7 +27,7 @@ from meshpar import (
 )
 from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts
 from meshpar.state.initialize import tied_names
-from meshpar.step.placements import held_by_this_rank, local_tensor
+from meshpar.tensors.placements import held_by_this_rank, local_tensor
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
 from meshpar.training import LoRA, add_adapters
 from tests.support.models_for_parity import VOCAB, huggingface, transformer

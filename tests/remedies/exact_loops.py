@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from meshpar import ExpertParallel, FullyShard, ModelLayout, PipelineParallel, Plan, TensorParallel
 from meshpar.checkpoints import CheckpointManager
-from meshpar.step.ranks import GradientMarks, Ranks
+from meshpar.exchange.ranks import GradientMarks, Ranks
 from tests.accelerator.accelerated import accelerated
 from tests.passes.experts.test_parallel import OWN, OwnMixture
 from tests.passes.pipeline.test_stage_habits import assert_equal, in_one_process, on_stages, plain_loss
@@ -198,7 +198,7 @@ def timed_out(side, *, alike):
     train_evaluated = evaluated(alike=True)
     if alike:
         return train_evaluated(side)
-    with mock.patch("meshpar.step.ranks._spans", side_effect=RuntimeError("Timed out waiting 1000ms")):
+    with mock.patch("meshpar.exchange.ranks._spans", side_effect=RuntimeError("Timed out waiting 1000ms")):
         return train_evaluated(side)
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from meshpar.step.placements import whole_tensor
+from meshpar.tensors.placements import whole_tensor
 
 
 @dataclass(frozen=True, slots=True)

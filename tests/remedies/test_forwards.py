@@ -29,7 +29,7 @@ from meshpar import (
 )
 from meshpar.passes.data import shard
 from meshpar.passes.pipeline import parallel
-from meshpar.step.placements import local_tensor, whole_tensor
+from meshpar.tensors.placements import local_tensor, whole_tensor
 from meshpar.testing import on_ranks
 from tests.passes.experts.test_parallel import OWN, Elsewhere, Own, OwnMixture, Paired, Residual, Scaled, dropped
 from tests.passes.test_traps import CROSS, CrossAttention

@@ -20,7 +20,7 @@ from meshpar.passes.positions.attention import Mask, documents
 from meshpar.process.build_once import build_once
 from meshpar.process.homes import expanded
 from meshpar.state.drawing import mesh_svg
-from meshpar.step.placements import local_gradient, whole_tensor
+from meshpar.tensors.placements import local_gradient, whole_tensor
 from meshpar.testing import on_ranks, one_process
 from meshpar.weights.maps import average_called
 from tests.remedies.rows import Loop, Row, Tested, TwoRanks, alone, run_together

@@ -28,7 +28,7 @@ from meshpar import (
 from meshpar._torch import BEFORE_2_13
 from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.state.averaging import Averaged
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily

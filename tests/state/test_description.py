@@ -7,7 +7,7 @@ import torch
 
 from meshpar import FullyShard, HybridShard, Plan, Replicate, TensorParallel
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import transformer
 

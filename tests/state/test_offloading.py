@@ -15,7 +15,7 @@ from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.background import Stager
 from meshpar.core.waiting import reads_of
 from meshpar.passes.data.replica_shards import ReplicaShards
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.accelerator.simulated import allocate, alone, install, simulated
 from tests.support.models_for_parity import VOCAB, transformer

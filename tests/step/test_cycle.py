@@ -38,7 +38,7 @@ from meshpar.guards.explain import Explanation
 from meshpar.guards.losses import Losses
 from meshpar.passes.data.whole_parameters import WholeParameters
 from meshpar.passes.tensor.context import Context
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks, whole
 from meshpar.trials.split import SplitTest
 from tests.support.loop_habits import OutOfMemory

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshpar import MeshparError, ModelLayout
 from meshpar.passes.tensor.random import SplitState
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import whole
 from tests.support.loop_sides import CLASSES, DIM, FEATURES, LAYOUT, Block, Net, Side, adamw, batch, sgd, train
 

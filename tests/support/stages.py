@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshpar import ModelLayout, Plan, StagesLayout
-from meshpar.step.placements import whole_tensor
+from meshpar.tensors.placements import whole_tensor
 from meshpar.testing import token_loss_sum
 from tests.support.models_for_parity import VOCAB, huggingface, huggingface_gpt2, transformer
 

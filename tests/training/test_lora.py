@@ -28,7 +28,7 @@ from meshpar import (
 )
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_safetensors
 from meshpar.launchers.export.run import export_adapters, merge_adapters
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import Memory, on_ranks, token_steps, whole
 from meshpar.testing.parity import Record, assert_records_match, in_this_process, train_steps
 from meshpar.training.experts import ExpertLoad

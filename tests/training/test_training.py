@@ -25,7 +25,7 @@ import meshpar
 from meshpar import FullyShard, MeshparError, Parallelized, PipelineParallel, Plan, RecipeError, TensorParallel
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.passes.tensor.random import mix
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks, whole
 from meshpar.training.data import Batches
 from meshpar.training.loop import Trainer

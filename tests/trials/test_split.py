@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import meshpar.passes.tensor.styles
 from meshpar import ActivationCheckpoint, FullyShard, Guard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
-from meshpar.step.pytrees import leaves
+from meshpar.tensors.pytrees import leaves
 from meshpar.testing import assert_parity, on_ranks, token_steps, whole
 from meshpar.trials import gathered_reads
 from meshpar.trials.split import split_test

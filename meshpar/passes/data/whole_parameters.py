@@ -30,7 +30,7 @@ from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context
 from meshpar.step.forwards import Product, installed, own_forward, record, set_forward
 from meshpar.step.moment import Moment
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from meshpar.passes.pipeline.messages import BACK, FAILED, FORTH, Header, Messag
 from meshpar.passes.pipeline.stand_ins import Carried, TailStandIn, tell_hooks_of, tensors, with_result
 from meshpar.passes.tensor.random import LossState
 from meshpar.step.forwards import set_forward
-from meshpar.step.rank_digests import FACTOR, digest
+from meshpar.tensors.digests import FACTOR, digest
 
 _WRITES = (
     "the model writes into what a block returns, which is on its way to the next stage; let it compute a new tensor "

@@ -18,15 +18,15 @@ from meshpar._torch.groups import all_gather
 from meshpar._torch.pytree import tree_map_only
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, brief
+from meshpar.exchange.ranks import Looks
 from meshpar.losses.token_loss import Found, Totals
 from meshpar.passes.host_reads import beside
 from meshpar.passes.pipeline.edges import Edges, FailedBeforeError, Portion, digest_of
 from meshpar.passes.pipeline.messages import BACK, FORTH, LostError, all_fail, failed_alone, forget_alone, tell_alone
 from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stand_ins import tensors
-from meshpar.step.placements import local_tensor
-from meshpar.step.rank_digests import digest_of_several
-from meshpar.step.ranks import Looks
+from meshpar.tensors.digests import digest_of_several
+from meshpar.tensors.placements import local_tensor
 
 Micro = TypeVar("Micro")
 _EXACT = (1 << 48) - 1

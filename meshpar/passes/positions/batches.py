@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Pass
-from meshpar.step.pytrees import leaves
+from meshpar.tensors.pytrees import leaves
 
 
 def with_positions(batch: object, dim: int) -> list[Tensor]:

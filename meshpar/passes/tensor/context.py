@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar._torch.autograd import in_backward
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError, PlanError
+from meshpar.exchange.ranks import Largest, Looks, same
 from meshpar.passes.tensor.collectives import copy_to, gather_partial, reduce_from, reduce_scatter
 from meshpar.passes.tensor.random import SplitState
 from meshpar.step.forwards import set_forward
-from meshpar.step.ranks import Largest, Looks, same
 
 SEQUENCE_DIM = 1
 """Activations are (batch, sequence, features)."""

@@ -28,7 +28,7 @@ from meshpar.forecasting.hardware import RESERVED_RANGE
 from meshpar.forecasting.search import search
 from meshpar.passes.data import replica_shards
 from meshpar.passes.data.replica_shards import ReplicaShards
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
 from meshpar.testing.parity import train_steps
 from tests.support.models_for_parity import VOCAB, transformer

@@ -42,7 +42,7 @@ from meshpar.passes.pipeline import messages, parallel
 from meshpar.passes.pipeline.cuts import even_cuts, examine
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES, Action, actions
-from meshpar.step.placements import whole_tensor
+from meshpar.tensors.placements import whole_tensor
 from meshpar.testing import RankFailure, launch, on_ranks, token_loss_sum
 from meshpar.training import AdamWSettings, LoRA, add_adapters, build_adamw
 from tests.support.models_for_parity import VOCAB, huggingface, transformer

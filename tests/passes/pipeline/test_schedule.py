@@ -25,7 +25,7 @@ from meshpar import (
     TensorParallel,
 )
 from meshpar.checkpoints import CheckpointManager
-from meshpar.step.placements import whole_tensor
+from meshpar.tensors.placements import whole_tensor
 from meshpar.testing import launch, on_ranks, token_loss_sum
 from tests.support.models_for_parity import huggingface, transformer
 from tests.support.stages import MODELS, assert_as_one_process, batches, one_process, scaled_loss, trained

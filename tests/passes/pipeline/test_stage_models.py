@@ -15,7 +15,7 @@ from meshpar import FullyShard, MeshparError, ModelLayout, PipelineParallel, Pla
 from meshpar.checkpoints import CheckpointManager
 from meshpar.losses.log_probs import token_log_probs
 from meshpar.passes.pipeline.running import Layers
-from meshpar.step.placements import whole_tensor
+from meshpar.tensors.placements import whole_tensor
 from meshpar.testing import on_ranks
 from meshpar.training import scale_rates
 from tests.support.models_for_parity import transformer

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, MeshparError, TensorParallel
 from meshpar._torch.optimizers import adafactor_on
 from meshpar.checkpoints import CheckpointManager
-from meshpar.step.adafactor import adafactor_by_parts
-from meshpar.step.placements import local_tensor
+from meshpar.tensors.adafactor import adafactor_by_parts
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, token_steps, whole
 from meshpar.testing.parity import train_steps
 from meshpar.training.replicated import _Packed, _Unpacked

@@ -2,7 +2,7 @@
 
 ``Largest`` is how numbers travel, ``same`` compares digests over groups, and :class:`Ranks` lets the ranks of one model
 meet at a place, and names who is elsewhere. Ranks that talk in trees (saves), or beside a collective (stages), use
-``step/host_messages.py``.
+``exchange/host_messages.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from meshpar.core.errors import MeshparError, first_line, line_of_user
 from meshpar.core.passes import Role
 from meshpar.core.patterns import class_name
 from meshpar.core.resolved import Resolved
-from meshpar.step.host_messages import FAN_OUT, LargestByHops
-from meshpar.step.rank_digests import FACTOR
+from meshpar.exchange.host_messages import FAN_OUT, LargestByHops
+from meshpar.tensors.digests import FACTOR
 
 
 @final

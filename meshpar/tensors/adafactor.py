@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from meshpar.core.errors import MeshparError
-from meshpar.step.placements import local_tensor, placed_like, shard_dim, undivided
+from meshpar.tensors.placements import local_tensor, placed_like, shard_dim, undivided
 
 
 @final

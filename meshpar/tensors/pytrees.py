@@ -1,33 +1,12 @@
-"""The values in arguments and results, nested as they may be, and a digest of them."""
+"""The values in arguments and results, nested as they may be."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-from meshpar.step.rank_digests import FACTOR, digest
-
-
-def digest_of(values: object, device: torch.device) -> Tensor:
-    """Return a 64-bit digest of the tensors and plain values in ``values``, nested as they may be; DTensors are left
-    out.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for leaf in leaves(values):
-        if isinstance(leaf, DTensor):
-            continue
-        if isinstance(leaf, Tensor):
-            total = total * FACTOR + zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            total = total * FACTOR + digest(leaf).to(device)
-        elif isinstance(leaf, int | float | str):
-            total = total * FACTOR + zlib.crc32(repr(leaf).encode())
-    return total
 
 
 def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = ()) -> Iterator[Any]:

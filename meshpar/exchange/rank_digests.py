@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,42 +13,8 @@ from meshpar._torch.groups import all_gather
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
-from meshpar.step.placements import local_tensor, sharded_axes
-
-FACTOR = 6364136223846793005
-"""By which a digest is multiplied before the next is added, in wrapping 64-bit arithmetic."""
-_CHUNK = 1 << 18  # words of 8 bytes
-_PRIME = 1_000_003
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """Return a 64-bit digest of a tensor's bytes as a 0-dim int64 tensor on its device; position counts, equal bytes
-    give equal digests.
-
-    A polynomial hash in wrapping 64-bit arithmetic (Rabin and Karp 1987): on the device, without a copy to the host.
-    """
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if data.numel() % 8:
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
-    elif data.storage_offset() % 8:
-        data = data.clone()  # a part that begins in the middle of a word cannot be read by words
-    words = data.view(torch.int64)
-    result = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
-    powers = torch.arange(1, min(_CHUNK, max(1, words.numel())) + 1, device=tensor.device, dtype=torch.int64)
-    powers.mul_(_PRIME).bitwise_or_(1)
-    powers.mul_(powers * powers)
-    for chunk in words.split(_CHUNK) if words.numel() else ():  # two chunks of memory at a time, 4 MiB
-        mixed = (chunk >> 29).bitwise_xor_(chunk).mul_(powers[: chunk.numel()]).sum()
-        result = result * FACTOR + mixed + 1442695040888963407
-    return result
-
-
-def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
-    """Return one 64-bit digest of several tensors in their order, 0-dim int64 in host memory."""
-    total = torch.zeros((), dtype=torch.int64, device="cpu")
-    for tensor in tensors:
-        total = total * FACTOR + digest(tensor).cpu()
-    return total
+from meshpar.tensors.digests import digest
+from meshpar.tensors.placements import local_tensor, sharded_axes
 
 
 def check_equal(

@@ -1,0 +1,1 @@
+"""What ranks exchange that is small: they meet, compare and agree; messages between hosts."""

@@ -1,0 +1,204 @@
+"""The ranks of a parallel module: which samples and positions each has, and what they sum."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshpar._torch.groups import share_timeout
+from meshpar._torch.patches import while_lives
+from meshpar.core.passes import Pass, Role
+from meshpar.passes.data.replica_shards import ReplicaShards
+from meshpar.passes.positions.batches import positions, selected, with_positions
+from meshpar.passes.tensor import random
+from meshpar.step.calls import watch_compiled
+from meshpar.step.run import Run
+
+Values = TypeVar("Values")
+
+
+class Planned(Protocol):
+    """The part of :class:`meshpar.Plan` that a parallel module uses."""
+
+    @property
+    def passes(self) -> tuple[Pass, ...]: ...
+
+
+class ModuleOnMesh:
+    """A module to which a plan was applied, and this rank's place on the mesh."""
+
+    def __init__(self, run: Run, plan: Planned) -> None:
+        self.run, self.plan, self.module, self.resolved, self.device = run, plan, run.module, run.resolved, run.device
+        module, resolved = run.module, run.resolved
+        self.mesh, self.spec, self.layout = run.meshes[resolved.spec], resolved.spec, resolved.layout
+        self.data_axes = resolved.roles[Role.SAMPLES]
+        self._held_on = run.meshes[resolved.held]
+        self._place = resolved.spec.coordinates(dist.get_rank())
+        while_lives(module, "compiled", watch_compiled)
+        divided = resolved.divided(Role.POSITIONS)
+        self._splitters = [(pass_, axis) for pass_ in plan.passes for axis in divided if axis in pass_.axes]
+
+    @property
+    def data_size(self) -> int:
+        """Number of different batches that the ranks get at a time."""
+        return math.prod(self.spec.axes[axis] for axis in self.data_axes)
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's batch, from 0 to ``data_size`` - 1. Ranks that differ only on other axes get the same
+        batch.
+        """
+        return self._index(self.data_axes)
+
+    @cached_property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks with different samples, in the order of ``data_rank``: those that differ from this one on
+        ``data_axes`` alone, and share its place on every other axis (``cp``, ``tp``, ``pp``).
+
+        Exchange values of your own there (``dist.all_gather(parts, features, group=par.data_group)``): the ranks of the
+        world also have copies of a sample. Collective where it is read first: every rank reads it.
+        """
+        ranks: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(dist.get_world_size()):
+            place = self.spec.coordinates(rank)
+            ranks.setdefault(tuple(place[axis] for axis in place if axis not in self.data_axes), []).append(rank)
+        self.run.agree("par.data_group")
+        group, _ = dist.new_subgroups_by_enumeration(list(ranks.values()))
+        share_timeout([group])
+        return cast("dist.ProcessGroup", group)
+
+    @property
+    def loss_size(self) -> int:
+        """Number of different losses that the ranks have at a time: of different samples, or of different positions of
+        the same samples.
+
+        Gradients are averaged over these ranks, and :meth:`data_sum` sums over them.
+        """
+        return math.prod(self.resolved.held.axes[axis] for axis in self.resolved.averaged)
+
+    @property
+    def loss_rank(self) -> int:
+        """Index of this rank's loss, from 0 to ``loss_size`` - 1."""
+        held = self.resolved.held.axes
+        return self._index(axis for axis in self.spec.axes if axis in self.data_axes or axis not in held)
+
+    def _index(self, axes: Iterable[str]) -> int:
+        """Return the index of this rank among those that differ on ``axes``, outermost first."""
+        index = 0
+        for axis in axes:
+            index = index * self.spec.axes[axis] + self._place[axis]
+        return index
+
+    def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
+        """Yield this rank's process groups with their axes. A group over a data axis and over positions has the data
+        axis's name.
+        """
+        for mesh in self.run.meshes.values():
+            yield from ((axis, mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ())
+        if (shards := self.run.find(ReplicaShards)) is not None:
+            yield from shards.groups
+
+    def reshard(self) -> None:
+        """Free gathered parameters, so that the module's parameters are this rank's shards. The next forward gathers
+        again.
+        """
+        self.run.reshard()
+
+    def split(self, batch: Values, dim: int = 1) -> Values:
+        """Return this rank's positions of a batch, where a pass splits positions; else the batch itself.
+
+        Every tensor with a ``dim`` is split along it, in mappings, lists and tuples, too. A mapping for a model that
+        takes ``position_ids`` gets those of this rank's positions. Split labels that are aligned with the positions,
+        and compute the loss from the logits: a model that shifts labels itself would lose one at the end of each part.
+
+        Args:
+            batch: the whole batch of this data rank, the same on every rank that shares it.
+            dim: the dimension of positions: 1 for (B, L) tensors.
+
+        Raises:
+            MeshparError: tensors of different lengths, a length that the ranks do not divide, or ranks with different
+                batches.
+
+        Collective in the first calls: every rank calls it.
+        """
+        if not self._splitters:
+            return batch
+        for moment in self.run.moments:
+            moment.before_split(batch)
+        tensors = with_positions(batch, dim)
+        mine = torch.arange(tensors[0].shape[dim])
+        for splitter, axis in self._splitters:
+            mine = mine[positions(splitter, len(mine), axis, self.spec.axes[axis], self._place[axis])]
+        if dim == 1:
+            self.run.lengths.add(len(mine))
+        part = selected(batch, mine, dim)
+        counts = (
+            self.layout.attention.counts_positions
+            or "position_ids" not in inspect.signature(self.module.forward).parameters
+        )
+        if isinstance(part, dict) and "position_ids" not in part and not counts:
+            part["position_ids"] = mine.to(tensors[0].device, non_blocking=True)[None].expand(tensors[0].shape[0], -1)
+        return cast("Values", part)
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed this rank's random state for training. Ranks with different samples or positions get different states,
+        others the same.
+
+        Stages of ``pp`` draw alike in ``loss``, and each its own numbers in the forward. Inside split layers each rank
+        derives a state of its own from the shared state, so that dropout differs between shards. Under sequence
+        parallelism the ranks compute different positions everywhere and get different states.
+        """
+        differing = [axis for pass_ in self.plan.passes if pass_.splits_sequence for axis in pass_.axes]
+        differing += [axis for _, axis in self._splitters]
+        random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
+
+    def token_scale(self, tokens: int | Tensor) -> Tensor:
+        """Return the factor from this rank's summed loss to the mean over all tokens of all ranks.
+
+        ``(loss_sum * par.token_scale(tokens)).backward()`` gives the gradient of the global token mean. The factor is
+        ``loss_size`` divided by the number of tokens of all ranks, because gradients are averaged over these ranks.
+
+        Args:
+            tokens: number of tokens that count on this rank, over all micro-batches of the step.
+
+        Returns:
+            A float32 scalar on this rank's device, the same on every rank.
+
+        Collective: every rank calls it.
+        """
+        return self.begin_token_scale(tokens)()
+
+    def begin_token_scale(self, tokens: int | Tensor) -> Callable[[], Tensor]:
+        """Start :meth:`token_scale` and return a function that waits for the result, so that other work can overlap the
+        exchange.
+
+        Collective: every rank calls it, and the returned function.
+        """
+        self.run.agree("par.token_scale")
+        count = torch.zeros((), device=self.device) + tokens
+        first, *others = self.resolved.averaged or (None,)
+        work = None if first is None else dist.all_reduce(count, group=self._held_on.get_group(first), async_op=True)
+
+        def finish() -> Tensor:
+            if work is not None:
+                work.wait()
+            for axis in others:
+                dist.all_reduce(count, group=self._held_on.get_group(axis))
+            return self.loss_size / count.clamp(min=1.0)
+
+        return finish
+
+    def data_sum(self, values: Tensor) -> Tensor:
+        """Sum ``values`` over samples and positions, in place, and return it. Collective: every rank calls it."""
+        self.run.agree("par.data_sum")
+        summed = values.to(self.device)
+        for axis in self.resolved.averaged:
+            dist.all_reduce(summed, group=self._held_on.get_group(axis))
+        return values if summed is values else values.copy_(summed)

@@ -1,0 +1,63 @@
+"""Digests of tensors and of nested values: equal bytes have equal digests."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshpar.tensors.pytrees import leaves
+
+FACTOR = 6364136223846793005
+"""By which a digest is multiplied before the next is added, in wrapping 64-bit arithmetic."""
+_CHUNK = 1 << 18  # words of 8 bytes
+_PRIME = 1_000_003
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Return a 64-bit digest of a tensor's bytes as a 0-dim int64 tensor on its device; position counts, equal bytes
+    give equal digests.
+
+    A polynomial hash in wrapping 64-bit arithmetic (Rabin and Karp 1987): on the device, without a copy to the host.
+    """
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if data.numel() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
+    elif data.storage_offset() % 8:
+        data = data.clone()  # a part that begins in the middle of a word cannot be read by words
+    words = data.view(torch.int64)
+    result = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
+    powers = torch.arange(1, min(_CHUNK, max(1, words.numel())) + 1, device=tensor.device, dtype=torch.int64)
+    powers.mul_(_PRIME).bitwise_or_(1)
+    powers.mul_(powers * powers)
+    for chunk in words.split(_CHUNK) if words.numel() else ():  # two chunks of memory at a time, 4 MiB
+        mixed = (chunk >> 29).bitwise_xor_(chunk).mul_(powers[: chunk.numel()]).sum()
+        result = result * FACTOR + mixed + 1442695040888963407
+    return result
+
+
+def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
+    """Return one 64-bit digest of several tensors in their order, 0-dim int64 in host memory."""
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
+    for tensor in tensors:
+        total = total * FACTOR + digest(tensor).cpu()
+    return total
+
+
+def digest_of(values: object, device: torch.device) -> Tensor:
+    """Return a 64-bit digest of the tensors and plain values in ``values``, nested as they may be; DTensors are left
+    out.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for leaf in leaves(values):
+        if isinstance(leaf, DTensor):
+            continue
+        if isinstance(leaf, Tensor):
+            total = total * FACTOR + zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+            total = total * FACTOR + digest(leaf).to(device)
+        elif isinstance(leaf, int | float | str):
+            total = total * FACTOR + zlib.crc32(repr(leaf).encode())
+    return total
