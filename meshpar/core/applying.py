@@ -25,22 +25,7 @@ def run_passes(
     facts: Facts,
     prepare: Callable[[], None] | None = None,
 ) -> tuple[list[Installed], list[Tensor]]:
-    """Run the passes; return what each has installed, and the parameters that they replaced and somebody else still
-    holds, such as an optimizer.
-
-    Args:
-        module: the model, changed in place.
-        resolved: the plan for this model.
-        meshes: of ``resolved.meshes``.
-        device: of this rank.
-        facts: to which each pass adds its own.
-        prepare: is called before the first pass.
-
-    Raises:
-        MeshparError: a pass changes a parameter's name, or unties parameters.
-
-    Collective: every rank calls it.
-    """
+    """Run the passes; return what each installed, and replaced parameters that somebody still holds. Collective."""
     built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     if prepare is not None:
         prepare()

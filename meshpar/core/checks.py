@@ -29,15 +29,7 @@ def problems_of(
     mesh: MeshSpec | None,
     of_parts: Callable[[nn.Module], Iterable[str]] = lambda module: (),
 ) -> Iterator[str]:
-    """Yield every problem of passes for a model, the same on every rank.
-
-    Args:
-        passes: of the plan, and other objects that stand among them.
-        module: the model.
-        layout: its description; None where it has a problem of its own.
-        mesh: with all sizes; None where its sizes do not fit.
-        of_parts: returns the problems of a model of whose batch each rank sees a part.
-    """
+    """Yield every problem of passes for a model; ``of_parts``: those of a model that sees a part of a batch."""
     yield from _shape_problems(passes)
     known = [pass_ for pass_ in passes if isinstance(pass_, Pass)]
     if len(known) == len(passes):

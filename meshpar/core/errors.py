@@ -82,11 +82,7 @@ class PreflightError(LaunchError):
 
 
 def brief(error: BaseException) -> str:
-    """Return an error's type and what it says, in at most 200 characters: errors about a file's contents may quote all
-    of them, and errors of services the URL with its password.
-
-    Not ``repr``: that of a UnicodeDecodeError is the whole file.
-    """
+    """Return an error's type and message, redacted, in at most 200 characters: ``repr`` may quote a whole file."""
     text = redact(f"{type(error).__name__}: {error}")
     return text if len(text) <= 200 else f"{text[:197]}..."
 

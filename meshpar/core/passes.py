@@ -242,18 +242,7 @@ def axes_of(passes: Iterable[Pass], mesh: MeshSpec, *roles: Role) -> tuple[str, 
 
 
 def held_mesh(passes: Iterable[Pass], mesh: MeshSpec, *, apart: Iterable[str] = ()) -> MeshSpec:
-    """Return the mesh over which parameters are held.
-
-    Axes of positions, and axes of samples that no data pass claims, are a part of the data axis before them.
-
-    Args:
-        passes: of the plan.
-        mesh: resolved.
-        apart: axes that stay, for the parameters that are divided over them.
-
-    Raises:
-        MeshError: no pass holds parameters over data axes, or the axes are apart.
-    """
+    """Return the mesh that holds parameters; axes of samples and positions that no data pass claims join its axis."""
     data, within = _data_axes(list(passes), mesh)
     if not within:
         return mesh
@@ -263,9 +252,7 @@ def held_mesh(passes: Iterable[Pass], mesh: MeshSpec, *, apart: Iterable[str] = 
 
 
 def unaveraged(passes: Iterable[Pass], mesh: MeshSpec) -> list[str]:
-    """Return the axes of samples and positions over which gradients would differ, because no pass holds parameters
-    over data axes.
-    """
+    """Return the axes of samples and positions over which no pass averages gradients."""
     data, within = _data_axes(list(passes), mesh)
     return [] if data else within
 
@@ -278,12 +265,7 @@ def _data_axes(passes: list[Pass], mesh: MeshSpec) -> tuple[tuple[str, ...], lis
 
 
 def seen_mesh(pass_: Pass, passes: Iterable[Pass], mesh: MeshSpec) -> MeshSpec:
-    """Return the mesh that a pass sees: the plan's for one that splits positions, else the mesh of the parameters that
-    it holds.
-
-    Raises:
-        MeshError: see :func:`held_mesh`.
-    """
+    """Return the mesh that a pass sees: the plan's if it splits positions, else that of its parameters."""
     if Role.POSITIONS in pass_.roles.values():
         return mesh
     return held_mesh(passes, mesh, apart=() if pass_.stage == Stage.DATA else pass_.roles)
@@ -292,11 +274,7 @@ def seen_mesh(pass_: Pass, passes: Iterable[Pass], mesh: MeshSpec) -> MeshSpec:
 def find_blocks(
     module: nn.Module, layout: ModelLayout, override: tuple[str, ...] | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """Return the model's blocks, innermost first, each once: those of ``layout.blocks`` or of a pass's own
-    ``override``.
-
-    A pattern without a dot that names a class (``T5Block``) stands for every module of that class.
-    """
+    """Return the blocks, innermost first, by the layout's patterns or ``override``, which may name a class."""
     found: dict[str, nn.Module] = {}
     for pattern in override if override is not None else layout.blocks:
         found.update(_matching(module, pattern))

@@ -1,8 +1,5 @@
-"""The one matcher of module and parameter names.
-
-``*`` stands for exactly one part of a dotted name or a piece of it: ``layers.*`` matches ``layers.0`` and never
-``layers.0.up``, which ``fnmatch`` would let through. ``**`` stands for one part or more. Fields that select parameters
-take a module's name for all that is in the module: :func:`covers`.
+"""The one matcher of module and parameter names: ``*`` stands for one part of a dotted name or a piece of it, which
+``fnmatch`` would let cross dots; ``**`` for one part or more. A module's name covers all that is in it.
 """
 
 from __future__ import annotations
@@ -56,13 +53,7 @@ def covers(pattern: str, name: str) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def modules_around(names: tuple[str, ...], patterns: tuple[str, ...]) -> dict[str, str]:
-    """Return by name the innermost module around it, or itself, that one of ``patterns`` matches; names that have none
-    are left out.
-
-    >>> from meshpar.core.patterns import modules_around
-    >>> modules_around(("layers.0.up.weight", "head.weight"), ("layers.*",))
-    {'layers.0.up.weight': 'layers.0'}
-    """
+    """Return by name the innermost module around it, or itself, that one of ``patterns`` matches."""
     found = dict[str, str]()
     for name in names:
         parts = name.split(".")
@@ -73,19 +64,14 @@ def modules_around(names: tuple[str, ...], patterns: tuple[str, ...]) -> dict[st
 
 
 def find_modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(name, submodule)`` for every submodule whose name fits, in the order of ``named_modules``.
-
-    Without those that stand in for what other ranks compute (``stands_in``).
-    """
+    """Yield ``(name, submodule)`` of every submodule whose name fits, but for stand-ins of what other ranks compute."""
     for name, child in module.named_modules():
         if matches(pattern, name) and not getattr(child, "stands_in", False):
             yield name, child
 
 
 def shortest_patterns(names: Iterable[str], known: Iterable[str]) -> Iterator[str]:
-    """Yield patterns that match exactly ``names`` among ``known``: for each name the one with the most ``*`` for
-    numbers, else the name.
-    """
+    """Yield patterns that match exactly ``names`` among ``known``, with as many ``*`` for numbers as possible."""
     wanted, known = dict.fromkeys(names), list(known)
     fits: dict[str, bool] = {}
     covered: set[str] = set()
@@ -124,12 +110,7 @@ _WORDS = re.compile(r"[._-]|(?<=[a-z])(?=[A-Z])")
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three of ``known`` that ``name`` may stand for, best first, one for all that differ by a number;
-    none if none is near.
-
-    A name is near if it is spelt alike, or if no such name exists and all words of one are in the other, short forms
-    and errors included (``seq_len`` is near ``sequence_length``).
-    """
+    """Return up to three of ``known`` that ``name`` may stand for, best first: spelt alike, else of the same words."""
     wanted, *names = (
         ".".join("*" if part.isdigit() else part for part in other.split(".")) for other in (name, *filter(None, known))
     )
@@ -156,11 +137,7 @@ def _is_short(one: str, other: str) -> bool:
 
 
 def suggestion(name: str, known: Iterable[str], *, others: str = "") -> str:
-    """Return what a message says of a name that is none of ``known``: the nearest, or all if they are few, or that none
-    is near.
-
-    ``others``: what to add where none is near.
-    """
+    """Return what a message says of an unknown name: the nearest ones, all if they are few, or none."""
     names = sorted({*known} - {""})
     if near := nearest(name, names):
         return f"nearest: {', '.join(near)}"
@@ -186,14 +163,7 @@ OWN_NUMBER = re.compile(r"(^|_)(idx|id|index|layer|number|place|layer_number)$")
 def kind_of(
     block: nn.Module, place: int | None = None, styles: Mapping[str, object] = MappingProxyType({})
 ) -> Hashable:
-    """Return what two blocks of one kind have in common, which compute alike: classes, shapes, and plain settings other
-    than their own number.
-
-    Args:
-        block: the block.
-        place: the number by which it may know itself; None: whatever is called like such a number is one.
-        styles: more that distinguishes the modules in it, by their names in the block.
-    """
+    """Return what blocks that compute alike have in common: classes, shapes, ``styles``, settings but their number."""
     facts = []
     for name, child in block.named_modules():
         settings = tuple(

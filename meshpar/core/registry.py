@@ -56,11 +56,7 @@ def offered(group: str) -> list[str]:
 
 
 def plugin(group: str, name: str) -> Any:  # noqa: ANN401 - what the package offers
-    """Import and return one plugin, which is an entry point of the group.
-
-    Raises:
-        MeshparError: no package offers it (with the nearest names), it cannot be imported, or two packages offer it.
-    """
+    """Import and return one plugin; MeshparError where none has the name, two have it, or its import fails."""
     found = _found(group)
     if name not in found:
         raise MeshparError(f"no plugin {name!r} in {group}; {suggestion(name, found)}")
@@ -75,15 +71,7 @@ def plugin(group: str, name: str) -> Any:  # noqa: ANN401 - what the package off
 @final
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of class that data may name, such as the passes of a recipe.
-
-    Attributes:
-        words: the kind, for messages.
-        base: every class of the kind inherits it.
-        methods: every class of the kind defines them.
-        group: group of the plugins that a name without a dot stands for; empty: the kind has none.
-        modules: modules of meshpar and torch whose classes count as plugins.
-    """
+    """A kind of class that data may name, such as a recipe's passes: by plugin, import path or class of ``modules``."""
 
     words: str
     base: type = object
@@ -96,11 +84,7 @@ class Kind:
         return (bool(self.group) and "." not in name) or name.rpartition(".")[0] in self.modules
 
     def find(self, name: str) -> Any:  # noqa: ANN401 - what the package offers
-        """Return the plugin called ``name``, or import the class at the path ``name``. Nothing is called.
-
-        Raises:
-            MeshparError: there is none, or what stands at the import path is no class of this kind.
-        """
+        """Return the plugin called ``name``, or the class at the import path ``name``, if it is of this kind."""
         if self.group and "." not in name:
             return plugin(self.group, name)
         found = imported(name)
@@ -127,12 +111,7 @@ def check_path(path: str) -> None:
 
 
 def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
-    """Import and return what stands at ``package.module.Name``.
-
-    Raises:
-        MeshparError: there is no such module or name, or importing the module fails; the message has the place of the
-            failure.
-    """
+    """Return what stands at ``package.module.Name``; MeshparError, with the place of the failure, where that fails."""
     check_path(path)
     home, _, name = path.rpartition(".")
     try:
@@ -154,15 +133,7 @@ def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
 
 
 def layout_for(module: nn.Module) -> ModelLayout:
-    """Return the layout that fits ``module``: its own ``meshpar_layout()``, else the first registered layout that knows
-    it.
-
-    Where nobody describes it, its blocks are the outermost lists of like modules, or what is in them where these are
-    lists themselves, and it has no tensor-parallel table.
-
-    Raises:
-        LayoutError: ``meshpar_layout()`` returns something else.
-    """
+    """Return the module's ``meshpar_layout()``, else that of the first plugin that knows it, else its lists."""
     own = getattr(module, "meshpar_layout", None)
     if callable(own):
         layout = own()
@@ -179,12 +150,7 @@ def layout_for(module: nn.Module) -> ModelLayout:
 
 
 def _repeated(module: nn.Module) -> Iterator[str]:
-    """Yield the names of the blocks: what is called in every outermost ModuleList or Sequential of several modules of
-    one class.
-
-    A block that holds vectors alone (a list of norms) is left to the outermost unit: a gather of its own costs more
-    than it saves.
-    """
+    """Yield the names of blocks: what is called in each outermost list of like modules, but for lists of vectors."""
     inside: list[str] = []
     for name, child in module.named_modules():
         if any(name.startswith(outer) for outer in inside) or not isinstance(child, nn.ModuleList | nn.Sequential):
@@ -212,11 +178,7 @@ def _called(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def untied(module: nn.Module, names: Iterable[str]) -> Iterator[str]:
-    """Yield those of the named blocks that have parameters, all their own, as patterns where a pattern names such
-    blocks alone.
-
-    Blocks that share a parameter with another are left to the outermost unit, which holds what is tied.
-    """
+    """Yield, as patterns, the named blocks that have parameters, all their own; the outermost unit has tied ones."""
     every = dict(module.named_modules())
     blocks = {name: every[name] for name in names if every.get(name, module) is not module}
     owners: dict[int, set[str]] = {}

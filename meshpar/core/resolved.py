@@ -81,11 +81,7 @@ class Resolved:
 
 
 def resolve(passes: Sequence[Pass], spec: MeshSpec, module: nn.Module, layout: ModelLayout) -> Resolved:
-    """Compute all that follows from checked passes on a resolved mesh, for one model.
-
-    Raises:
-        MeshError: no pass holds parameters over data axes.
-    """
+    """Compute all that follows from checked passes on a resolved mesh, for one model."""
     held = held_mesh(passes, spec)
     return Resolved(
         passes=tuple(passes),

@@ -52,14 +52,7 @@ def launched() -> bool:
 
 
 def device(device_type: str | None = None) -> torch.device:
-    """Return the device of this rank.
-
-    An accelerator is that of the open process group, where it has one; else the local rank decides, after the devices
-    of the jobs before this one on the node; a rank that sees a single device uses that.
-
-    Raises:
-        LaunchError: there are fewer devices than ranks.
-    """
+    """Return this rank's device: the open process group's, else that of its local rank; LaunchError without one."""
     kind = device_type or default_device_type()
     if on_host(kind):
         return torch.device(kind)
@@ -81,11 +74,7 @@ def on_host(device: torch.device | str) -> bool:
 
 
 def queues(device: torch.device | str) -> bool:
-    """Return whether work on a device is queued, as on an accelerator.
-
-    The host then waits where it reads a value, each call costs a launch, collectives of one group run in their order
-    without holding the host, sums are added in another order each time, and kernels may know 16 bits alone.
-    """
+    """Return whether work on a device is queued, as on an accelerator: the host waits where it reads a value."""
     return not on_host(device)
 
 
@@ -181,11 +170,7 @@ _LAZILY = "TORCH_GLOO_LAZY_INIT"
 
 
 def hosts() -> dist.ProcessGroup:
-    """Return the group over which all ranks exchange tensors in host memory: the default group on CPUs, else one of its
-    own.
-
-    Collective where it is called first: every rank calls it.
-    """
+    """Return the group for tensors in host memory of all ranks. Collective where it is called first."""
     world = dist.group.WORLD
     if world is None:
         raise LaunchError("no process group is open; wrap the job in `with meshpar.distributed():`")
@@ -200,15 +185,7 @@ def hosts() -> dist.ProcessGroup:
 
 
 def new_host_group(name: str, timeout_s: float | None = None, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Return a new group of ranks for tensors in host memory. Two connect when they first exchange something.
-
-    Collective: every rank calls it.
-
-    Args:
-        name: what it is for.
-        timeout_s: bound in seconds on its collectives; None: that of the default group.
-        ranks: of the group; None: all.
-    """
+    """Return a new group for tensors in host memory; ranks connect when they first exchange something. Collective."""
     from meshpar._torch.groups import shared_timeout
 
     bound = shared_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
@@ -239,19 +216,7 @@ def _need_address() -> None:
 
 
 def meeting_store(name: str, *, timeout_s: float) -> dist.Store:
-    """Return a connection of its own to the store where the launcher's ranks meet; keys are apart from every other
-    meeting's.
-
-    Every rank calls it equally often.
-
-    Args:
-        name: of what it is for, equal on all ranks.
-        timeout_s: bound in seconds on connecting and on waiting for a key.
-
-    Raises:
-        LaunchError: this is no rank of a launcher.
-        DistError: nobody answers there in time.
-    """
+    """Return an own connection, with own keys, to the launcher's store. Every rank calls it equally often."""
     if not launched():
         raise LaunchError("no launcher connects the ranks; start with meshpar run, torchrun or srun")
     _need_address()
@@ -281,16 +246,7 @@ def settings(*prefixes: str) -> dict[str, str]:
 
 @contextmanager
 def simulated(size: int, *, as_rank: int = 0, stands_for: str = "") -> Iterator[None]:
-    """Hold a fake process group of ``size`` ranks open in this one process: collectives return at once and move
-    nothing.
-
-    For looking at what a plan does to a meta model on any number of ranks. The values of collectives are garbage.
-
-    Args:
-        size: number of ranks.
-        as_rank: the rank to be.
-        stands_for: the type of device that a simulated one stands for; empty: itself.
-    """
+    """Hold a fake process group of ``size`` ranks open, whose values are garbage, for devices of a type."""
     from meshpar._torch.fake import fake_store
 
     if dist.is_initialized():
@@ -321,9 +277,7 @@ def among_real_ranks(run: Callable[[], Result]) -> Result | None:
 
 
 def is_simulated() -> bool:
-    """Return whether ranks are simulated: no rank can be compared with another, and this machine is not the one that
-    will train.
-    """
+    """Return whether ranks are simulated: none can be compared with another, and another machine will train."""
     return _SIMULATED.get() is not None
 
 

@@ -49,13 +49,7 @@ class Waiting:
 
 @final
 class Reads:
-    """The reads of a module's parameters that are under way: a save in the background, a stream of weights.
-
-    Whoever frees, moves, swaps or loads parameters calls :meth:`wait` first.
-
-    Attributes:
-        away: where the parameters have no memory: how a message calls that moment, and the remedy; else empty.
-    """
+    """The reads of a module's parameters under way; ``away``: why these have no memory. Changes :meth:`wait` first."""
 
     def __init__(self) -> None:
         self.away = ""
@@ -67,12 +61,7 @@ class Reads:
             raise MeshparError(f"{what} was called {self.away}")
 
     def begin(self, what: str, *, beside: bool = False) -> Callable[[], None]:
-        """Note a read that begins, and return what notes its end, which may come twice.
-
-        Args:
-            what: it is, for messages.
-            beside: another thread reads and ends; else this one, which cannot wait for itself.
-        """
+        """Note a read and return what notes its end; ``beside``: another thread reads, for which this one can wait."""
         self.check(what)
         read = object()
         self._open[read] = what, 0 if beside else threading.get_ident()
@@ -92,12 +81,7 @@ class Reads:
             end()
 
     def wait(self, change: str) -> None:
-        """Wait until nobody reads the parameters, which ``change`` is about to change.
-
-        Raises:
-            MeshparError: this thread reads itself, a read does not end within ``READS_S``, or the parameters have no
-                memory.
-        """
+        """Wait until nobody reads the parameters that ``change`` changes; MeshparError if this thread reads them."""
         self.check(change)
         waiting = Waiting(READS_S)
         while reads := list(self._open.values()):

@@ -1,7 +1,5 @@
-"""Messages between the hosts of ranks: the largest of their numbers in a few hops, and a tree of ranks.
-
-Gloo's maximum goes twice around a ring of all ranks: 2 (P - 1) hops. Messages between two ranks travel on connections
-of their own, so that a thread can send them beside collectives.
+"""Messages between the hosts of ranks: the largest of their numbers in a few hops, and a tree of ranks. Each two ranks
+have a connection of their own, which a thread may use during collectives.
 """
 
 from __future__ import annotations
@@ -29,15 +27,7 @@ FAN_OUT = 16
 
 @final
 class Messages:
-    """Tensors in host memory and plain data between two ranks of a group. Two ranks connect when they first talk.
-
-    A message reaches the receive of its tag; those of one tag arrive in the order in which they were sent.
-
-    Args:
-        name: what they are for. The ranks of a group open those of one name in the same order.
-        group: the ranks; None: all.
-        timeout_s: bound in seconds on each message; None: that of the default group.
-    """
+    """Tensors in host memory between two ranks of a group, by tags; all ranks open those of a name in one order."""
 
     def __init__(self, name: str, group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
         store, ranks = default_store(), group or dist.group.WORLD
@@ -61,13 +51,7 @@ class Messages:
         return work
 
     def lost(self, peer: int, *, waited: bool) -> int:
-        """Close the connections after an error, so that all ranks fail now, and return the rank that one of them lost
-        first.
-
-        Args:
-            peer: the rank with which this one talked.
-            waited: for it until a time-out; else the connection was closed, and another rank may say why.
-        """
+        """Close the connections after an error, so that all ranks fail now; return the rank that one lost first."""
         with suppress(RuntimeError):
             self._store.wait(["lost"], timedelta(seconds=0.01 if waited else 1))
         with suppress(RuntimeError):  # the store has ended, too
@@ -100,13 +84,7 @@ def receive_bytes(messages: Messages, source: int, timeout: timedelta) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A rank's place in a tree of ranks, in which each has the ranks from itself to ``end`` below it.
-
-    Attributes:
-        parent: the rank above; None: of the root.
-        children: the ranks next below, each with the end of those below it.
-        end: of the ranks below this one.
-    """
+    """A rank's place in a tree: the ranks from itself to ``end`` are below it, and those of its children to theirs."""
 
     parent: int | None
     children: Sequence[tuple[int, int]]
@@ -129,11 +107,9 @@ _OPEN: weakref.WeakKeyDictionary[dist.ProcessGroup, Messages] = weakref.WeakKeyD
 
 
 def hops(ranks: int, most: int = FAN_OUT) -> list[list[int]]:
-    """Return for each hop the distances over which every rank sends what it knows, around the circle of ranks.
+    """Return for each hop the distances over which ranks send what they know, around the circle of ranks.
 
-    After a hop a rank knows the numbers of so many times more ranks before it; the last distances may reach some
-    again, which changes no maximum (dissemination; Hensgen, Finkel and Manber 1988). Hops are as few as ``most`` ranks
-    a hop allow, and messages as few as those hops allow.
+    Dissemination (Hensgen, Finkel and Manber 1988), in as few hops as ``most`` ranks a hop allow.
     """
     count = next(count for count in itertools.count(1) if most**count >= ranks)
     base = next(base for base in range(2, most + 1) if base**count >= ranks)
@@ -142,13 +118,7 @@ def hops(ranks: int, most: int = FAN_OUT) -> list[list[int]]:
 
 @final
 class LargestByHops:
-    """The largest of each of the numbers of all ranks of a group, which a thread exchanges. Collective.
-
-    Args:
-        numbers: as many on every rank, in host memory.
-        group: the ranks.
-        most: to how many ranks at most one rank sends in a hop.
-    """
+    """The largest of each of the numbers in host memory of all ranks, which a thread exchanges. Collective."""
 
     def __init__(self, numbers: Tensor, group: dist.ProcessGroup, most: int = FAN_OUT) -> None:
         if group not in _OPEN:

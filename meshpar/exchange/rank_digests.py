@@ -25,19 +25,10 @@ def check_equal(
     remedy: str = "",
     guards: Sequence[str] = (),
 ) -> None:
-    """Compare ranks' tensors by digest. The hosts exchange the digests.
+    """Compare ranks' tensors by digest through the hosts. Collective: every rank of the world calls it.
 
-    Args:
-        tensors: name -> this rank's part, the same names in the same order on every rank.
-        groups: name -> for every rank of the world a number; ranks with the same number must hold equal values.
-        what: how the message calls them.
-        remedy: what to do, the end of the message.
-        guards: the guards of installed packages, which are compared in the same exchange.
-
-    Raises:
-        MeshparError: on every rank alike, naming the tensors, or the guards, and the ranks that differ.
-
-    Collective: every rank of the world calls it.
+    ``groups``: name -> a number for every rank; ranks of one number must hold equal values. ``guards``: the guards of
+    installed packages, compared in the same exchange. ``remedy``: the end of the message, which names what differs.
     """
     _check_same_names(tensors, what, guards)
     if not tensors:
@@ -62,17 +53,9 @@ def check_equal(
 
 
 def check_replicas(state: Mapping[str, Tensor], held: MeshSpec, *, other_names: bool) -> None:
-    """Compare the tensors that must be equal on several ranks: every one, along the axes that do not divide it.
+    """Compare every tensor along the axes of ``held`` that do not divide it. Collective: every rank of the world.
 
-    Args:
-        state: name -> tensor; a DTensor where a mesh divides it.
-        held: the mesh on which they are held.
-        other_names: ranks have tensors of different names.
-
-    Raises:
-        MeshparError: on every rank; names the tensors and the ranks that differ.
-
-    Collective: every rank of the world calls it.
+    ``other_names``: ranks have tensors of different names.
     """
     tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
     places = [held.coordinates(rank) for rank in range(held.size)]
@@ -93,11 +76,7 @@ def check_replicas(state: Mapping[str, Tensor], held: MeshSpec, *, other_names: 
 def _of_all_ranks(
     tensors: Mapping[str, Tensor], split: Mapping[str, Collection[str]]
 ) -> tuple[dict[str, Tensor], dict[str, Collection[str]], dict[str, list[bool]]]:
-    """Return what :func:`check_equal` compares where ranks have different layers: tensors and the axes that split them,
-    of all ranks' names, an empty one where this rank has none; and name -> whether each rank has it.
-
-    Collective: every rank of the world calls it.
-    """
+    """Return tensors and their split axes under all ranks' names, and which ranks have each. Collective."""
     mine = {name: (tensor.dtype, tuple(split[name])) for name, tensor in tensors.items()}
     every: list[dict[str, tuple[torch.dtype, tuple[str, ...]]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, mine, group=runtime.hosts())

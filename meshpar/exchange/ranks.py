@@ -1,8 +1,5 @@
-"""The one exchange of ranks: they compare and agree on something small, and each tells where it is in its loop.
-
-``Largest`` is how numbers travel, ``same`` compares digests over groups, and :class:`Ranks` lets the ranks of one model
-meet at a place, and names who is elsewhere. Ranks that talk in trees (saves), or beside a collective (stages), use
-``exchange/host_messages.py``.
+"""Ranks compare and agree on something small, and tell where they are in their loops: ``Largest`` sends numbers,
+``same`` compares digests over groups, :class:`Ranks` lets the ranks of one model meet and names who is elsewhere.
 """
 
 from __future__ import annotations
@@ -31,11 +28,7 @@ from meshpar.tensors.digests import FACTOR
 
 @final
 class Looks:
-    """Decide in which calls ranks compare: in each on a CPU; in the first ones on an accelerator, where reading waits.
-
-    Args:
-        always: look each time on a CPU; False: the first times on any device.
-    """
+    """Decide in which calls ranks compare: in each on a CPU (if ``always``), in the first ones on an accelerator."""
 
     FIRST = 2
 
@@ -55,15 +48,7 @@ class Looks:
 
 @final
 class Largest:
-    """The largest of each of the ranks' numbers, exchanged while this rank goes on.
-
-    On a CPU a few ranks send each other their numbers at once, which takes half the time of gloo's maximum on four
-    ranks: that goes twice around a ring. More ranks do so in a few hops.
-
-    Args:
-        numbers: as many on every rank.
-        group: the ranks.
-    """
+    """The largest of each of the ranks' numbers, exchanged meanwhile: between few ranks at once, else by hops."""
 
     ONE_HOP = FAN_OUT
     """Up to how many ranks send each other their numbers."""
@@ -91,10 +76,7 @@ class Largest:
 
 
 def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
-    """Tell of each of some 64-bit numbers whether all ranks of the groups have the same.
-
-    Collective over the groups, and reading waits for the device.
-    """
+    """Return of each 64-bit number whether all ranks of the groups have the same. Collective; reading waits."""
     both = torch.cat([values, ~values])
     for group in groups:
         both = Largest(both, group).read()
@@ -114,9 +96,7 @@ def models_made() -> int:
 
 
 def own_group(number: int, ranks: tuple[int, ...] | None = None) -> dist.ProcessGroup:
-    """Return a new group of all or some ranks for one model's exchanges through the hosts. Collective: every rank calls
-    it.
-    """
+    """Return a new group of all or some ranks for one model's exchanges through the hosts. Collective."""
     return runtime.new_host_group(f"meshpar model {number}" + (f", ranks {ranks}" if ranks else ""), ranks=ranks)
 
 
@@ -144,17 +124,7 @@ def stages_of(resolved: Resolved) -> list[list[int]]:
 
 @final
 class Ranks:
-    """Small exchanges of the ranks that have the same layers, through the hosts; each tells where its rank is.
-
-    Every exchange has the same size and is a maximum, so that ranks at different places learn of it, whatever they came
-    for.
-
-    Args:
-        model: the name of the module's class.
-        number: of the model among those of this process, equal on all ranks: models of one class differ by it.
-        own: a group for this model alone.
-        stage: the group of this rank's stage; None: all ranks have all layers.
-    """
+    """Small exchanges, all of one size, of the ranks with the same layers, through the hosts; each tells its place."""
 
     NUMBERS = 2
 
@@ -166,12 +136,7 @@ class Ranks:
 
     @classmethod
     def of(cls, module: nn.Module, stages: Sequence[Sequence[int]] = ()) -> Ranks:
-        """Return the exchanges of a module to which a plan was applied last. Collective: every rank calls it.
-
-        Args:
-            module: the outermost one.
-            stages: the ranks of each, where ranks have other layers.
-        """
+        """Return the exchanges of the last module with a plan; ``stages``: the ranks of each. Collective."""
         number = models_made() - 1
         own = stage = None
         if stages:
@@ -188,9 +153,7 @@ class Ranks:
 
     @property
     def hosts(self) -> dist.ProcessGroup:
-        """The group of the exchanges: all models' in the main thread, which sees when ranks call them in different
-        orders; in another one the model's own, where it has one.
-        """
+        """The group of the exchanges: the stage's, in the main thread all models', in another one this model's own."""
         if self._stage is not None:
             return self._stage
         here = threading.current_thread() is threading.main_thread()
@@ -210,7 +173,7 @@ class Ranks:
         return ", ".join([f"this rank is at {here}", *(f"rank {rank} at {said}" for said, rank in others.items())])
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
-        """See :meth:`meshpar.guards.agreement.Agreement.meet`."""
+        """Check that all ranks are at one place; return of each number whether all have the same. Collective."""
         if self.hosts.size() == 1:
             return [True] * len(numbers)
         tag = self._tag(place)
@@ -235,13 +198,7 @@ class Ranks:
 
 @final
 class GradientMarks:
-    """Compare which gradients each rank has after a backward: exchanged beside other work, read by :meth:`check`.
-
-    Args:
-        ranks: that compare.
-        trained: names and parameters.
-        marks: of each parameter 0 without a gradient here, 1 with zeros for others' gradients, 2 with a gradient.
-    """
+    """Compare which gradients ranks have: marks 0 for none, 1 for zeros of others' gradients, 2 for a gradient."""
 
     def __init__(self, ranks: Ranks, trained: Sequence[tuple[str, nn.Parameter]], marks: Sequence[int]) -> None:
         self._trained, self._marks = trained, marks
@@ -249,11 +206,7 @@ class GradientMarks:
         self._both = Largest(torch.cat([mine, -mine]), ranks.hosts)
 
     def check(self) -> list[int]:
-        """Wait for the exchange, and return the largest mark of each parameter.
-
-        Raises:
-            MeshparError: on every rank alike.
-        """
+        """Wait for the exchange, and return the largest mark of each parameter; MeshparError on every rank alike."""
         (most_counted, *most), (least_counted, *least) = self._both.read().view(2, -1).tolist()
         if any(high and not -low for high, low in zip(most, least)):
             without = [

@@ -20,9 +20,7 @@ from meshpar.step.moment import Guard, Guarded
 
 
 def own_guards(guarded: Guarded) -> tuple[list[Guard], list[Guard]]:
-    """Return meshpar's own guards of a module: those before, and those behind the guards of other packages. They are no
-    entry points: an installation that is older than the source would leave them out without a word.
-    """
+    """Return meshpar's guards of a module, to run before and after those of other packages; none is an entry point."""
     left, divided = guarded.facts.find(LeftGradients), guarded.resolved.divided
     assert left is not None, "every plan with guards has it"
     placed = PlacedParameters(guarded)

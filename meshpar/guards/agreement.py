@@ -38,11 +38,7 @@ _SAME_BATCH = (
 
 @final
 class Agreement(Guard):
-    """The comparisons between the ranks of one parallel module while it trains.
-
-    Args:
-        guarded: the module.
-    """
+    """The comparisons between the ranks of one parallel module while it trains."""
 
     def __init__(self, guarded: Guarded) -> None:
         module, resolved = guarded.module, guarded.resolved
@@ -71,35 +67,13 @@ class Agreement(Guard):
         return SentAgreement(self)
 
     def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
-        """Check that all ranks are at the same place of their loop before they exchange something there; the error
-        names the places.
-
-        Each time on a CPU; beside an accelerator the first times, and while the module evaluates.
-
-        Args:
-            place: of this rank, as a message names it.
-            numbers: up to two, to compare.
-
-        Returns:
-            Of each number whether all ranks have the same.
-
-        Raises:
-            MeshparError: on every rank alike, or where the others do not come in time.
-
-        Collective: every rank calls it.
-        """
+        """Check that all ranks are at one place, each time on a CPU, else at first and in evaluation. Collective."""
         if self._looks.now(place, self._device) or (self._always and not self._module.training):
             return self._ranks.meet(place, numbers)
         return [True] * len(numbers)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Compare the arguments of a forward whose gradients are wanted, and expect the units that it calls.
-
-        Raises:
-            MeshparError: on every rank of an axis alike.
-
-        Collective over ``same_axes``.
-        """
+        """Compare arguments where gradients are wanted, and expect the units to come. Collective over ``same``."""
         if torch.is_grad_enabled():
             self._batch((args, kwargs))
         if self.predicts and self._schedule is None and not runtime.queues(self._device):
@@ -123,14 +97,7 @@ class Agreement(Guard):
                 )
 
     def before_split(self, batch: object) -> None:
-        """Compare the batches of ``par.split`` on ranks that share samples: every time on a CPU, on an accelerator the
-        first times.
-
-        Raises:
-            MeshparError: on every rank of the axis alike.
-
-        Collective over the axes of positions.
-        """
+        """Compare the batches of ``par.split``: on a CPU each time, else at first. Collective over positions."""
         if not self._wholes.now("", self._device):
             return
         for axis, group in self._split.items():
@@ -138,13 +105,7 @@ class Agreement(Guard):
                 raise MeshparError(f"ranks of {axis} split different batches; {_SAME_BATCH}")
 
     def after_forward(self, output: object) -> None:
-        """End a forward of the module.
-
-        Raises:
-            MeshparError: on every rank alike, where this one called fewer units than the others.
-
-        Collective where this rank has called fewer units than before.
-        """
+        """End a forward. Collective where this rank has called fewer units than before, which is refused."""
         if self._schedule is not None and self._schedule.end():
             self._ranks.meet("the end of a forward that leaves out blocks")
 
@@ -154,20 +115,7 @@ class Agreement(Guard):
             self._schedule.fail()
 
     def before_unit(self, name: str, unit: nn.Module) -> None:
-        """Check that all ranks call one unit together.
-
-        Every time on a CPU, or once a forward where all call the same units in each; beside an accelerator the first
-        times.
-
-        Args:
-            name: of the unit.
-            unit: about to be gathered; in a backward, which all ranks run, they do not meet.
-
-        Raises:
-            MeshparError: on every rank alike.
-
-        Collective: every rank calls it.
-        """
+        """Check that all ranks call one unit: on a CPU each time, or once a forward if predicted. Collective."""
         if not self._data_axes or in_backward():
             return
         schedule, numbers, predicted = self._schedule, list[int](), list[nn.Module]()
@@ -189,21 +137,13 @@ class Agreement(Guard):
             )
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
-        """Check that all data ranks begin a backward together: collectives of a unit that one still calls would pair up
-        with this one's. Every time on a CPU, beside an accelerator the first times.
-        """
+        """Check that all data ranks begin a backward together: other collectives would pair up with its own."""
         always = self._always and not runtime.queues(self._device)
         if self._data_axes and (always or self._backwards < Looks.FIRST) and reaches():
             self._ranks.meet("a backward")
 
     def before_micro_batch(self, left: int) -> None:
-        """Check that all ranks are equally far in their step.
-
-        Raises:
-            MeshparError: on every rank alike, or where the others do not come in time.
-
-        Collective: every rank calls it.
-        """
+        """Check that all ranks are equally far in their step. Collective."""
         if not all(self.agree("a micro-batch of par.accumulate", [left])):
             here = ("has none", "is at its last", "has more")[left]
             raise MeshparError(
@@ -214,16 +154,7 @@ class Agreement(Guard):
         self._ranks.counted(left)
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
-        """Compare the settings of an optimizer of the module, such as its learning rate, before its step.
-
-        Every time on a CPU. Beside an accelerator the first times; then they travel with what the next backward
-        exchanges.
-
-        Raises:
-            MeshparError: on every rank alike, or where the others do not step in time.
-
-        Collective: every rank calls it.
-        """
+        """Compare settings of the module's optimizer: on a CPU each time, else at first, then by counts. Collective."""
         if not trains:
             return
         listed = [
@@ -242,20 +173,7 @@ class Agreement(Guard):
         self._ranks.counted(number)
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
-        """Compare which gradients a backward left: on a CPU every time.
-
-        Beside an accelerator the first times, and where a rank did not use a parameter; else the exchange runs beside
-        the next step, after which it is looked at.
-
-        Args:
-            unused: parameters that this rank did not use, and whose gradient counts as zero; those that no rank used
-                lose it.
-
-        Raises:
-            MeshparError: on every rank that takes part alike.
-
-        Collective over the mesh.
-        """
+        """Compare which gradients a backward left, without waiting beside an accelerator. Collective over the mesh."""
         first = self._backwards < Looks.FIRST
         if self._backwards == 0:
             check_copies(self._module, self._mesh, self._same_axes)
@@ -282,12 +200,7 @@ class Agreement(Guard):
         return [self._mesh.get_group(axis) for axis in axes]
 
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
-        """Check that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank
-        used.
-
-        Parameters that a rank did not use count as zero in the reduction. On a rank whose backward did not reach the
-        unit at all, FSDP2 would join gradients of different parameters without an error.
-        """
+        """Check that all data ranks have the same gradients: FSDP2 would join others without an error; drop zeros."""
         zeros = {id(parameter) for parameter in unused}
         trained = list(self._module.named_parameters())
         marks = [0 if parameter.grad is None else 1 if id(parameter) in zeros else 2 for _, parameter in trained]
@@ -317,11 +230,7 @@ class Agreement(Guard):
 
 @final
 class SentAgreement(Guard):
-    """The comparisons of simulated ranks after the first steps, which send what they send and look at nothing.
-
-    Args:
-        real: the comparisons of a job.
-    """
+    """The comparisons of simulated ranks after the first steps: they send as much as ``real``, and look at nothing."""
 
     def __init__(self, real: Agreement) -> None:
         self._real, self._hosts = real, real._ranks.hosts
@@ -361,9 +270,7 @@ class SentAgreement(Guard):
             self.agree("a step")
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
-        """Send which parameters have a gradient; simulated ranks all use the same. Beside an accelerator the hosts
-        send it meanwhile.
-        """
+        """Send which parameters have a gradient; simulated ranks all use the same."""
         if self._real._data_axes:
             self._send(2 * (1 + sum(1 for _ in self._real._module.parameters())), [self._hosts])
         for parameter in unused:
@@ -371,9 +278,7 @@ class SentAgreement(Guard):
 
 
 def _predictable(guarded: Guarded) -> bool:
-    """Return whether ranks that exchange more than weights inside of a forward compute the same values there, so that
-    they call the same units: those of ``tp``, where none has a part of the sequence.
-    """
+    """Return whether ranks that exchange more than weights in a forward call the same units: only those of ``tp``."""
     resolved, module = guarded.resolved, guarded.module
     divided = guarded.facts.find(DividedModules) is not None or resolved.divided(Role.POSITIONS)
     norms = any(isinstance(child, BatchNorm) for child in module.modules())

@@ -26,16 +26,7 @@ from meshpar.trials.first_runs import FirstRuns
 
 
 def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, verify: bool) -> Run:
-    """Return the run of a module.
-
-    Args:
-        guarded: the module.
-        installed: by the passes.
-        title: of the plan, as messages call it.
-        verify: try what the passes divide in the first forward.
-
-    Collective: every rank calls it.
-    """
+    """Return the run of a module; ``verify``: try in the first forward what passes divide. Collective."""
     module, resolved, facts = guarded.module, guarded.resolved, guarded.facts
     if not resolved.passes and dist.get_world_size() == 1 and not registry.names(registry.GUARDS):
         return Run(guarded, ())

@@ -22,9 +22,7 @@ Versions = Sequence[tuple[Tensor, int]]
 
 @final
 class _SeenForward:
-    """A forward: how many optimizer steps and errors in backwards came before it, and whether a backward has been
-    through it.
-    """
+    """A forward: how many steps and failed backwards came before it, and whether a backward has been through it."""
 
     def __init__(self, steps: int, errors: int, versions: Versions) -> None:
         self.steps, self.errors, self.versions, self.done = steps, errors, versions, False
@@ -32,12 +30,7 @@ class _SeenForward:
 
 @final
 class Backwards(Guard):
-    """The forwards of one module through which a backward may run.
-
-    Args:
-        guarded: the module.
-        placed: its parameters.
-    """
+    """The forwards of one module through which a backward may run."""
 
     def __init__(self, guarded: Guarded, placed: PlacedParameters) -> None:
         self._module, self._units, self._placed = guarded.module, guarded.units, placed

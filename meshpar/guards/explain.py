@@ -111,14 +111,7 @@ _NEVER_AT_FAULT = ("torch.", "meshpar.passes", "meshpar.step.", "meshpar.tensors
 
 @final
 class Explanation:
-    """The possible meanings of an error out of a module under one plan.
-
-    Args:
-        module: the outermost module.
-        plan_text: how messages call the plan.
-        features: what the styles that split features and heads share; None where none does.
-        unit_pass: the pass that gathers blocks, as the user writes it; None where none does.
-    """
+    """The possible causes of an error under one plan, by the styles that split ``features`` and the units' pass."""
 
     def __init__(self, module: nn.Module, plan_text: str, *, features: Context | None, unit_pass: str | None) -> None:
         self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
@@ -127,12 +120,7 @@ class Explanation:
         self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _ASSIGNED, _INFERENCE, _GONE)
 
     def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return ``run(*args, **kwargs)``. Costs nothing while nothing is raised: the inner module is found in the
-        traceback.
-
-        Raises:
-            ParallelError: in the place of an error whose cause is known.
-        """
+        """Return ``run(*args, **kwargs)``, or raise a ParallelError whose traceback names the inner module."""
         try:
             return run(*args, **kwargs)
         except MeshparError:

@@ -14,11 +14,7 @@ from meshpar.step.moment import Guard
 
 @final
 class HookedGradients(Guard):
-    """Look at the hooks of one module's sharded parameters.
-
-    Args:
-        units: of the module.
-    """
+    """Look at the hooks of one module's sharded parameters."""
 
     def __init__(self, units: Units) -> None:
         self._units = units

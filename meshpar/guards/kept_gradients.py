@@ -16,13 +16,7 @@ _RELATIVE, _FLOOR = 1e-2, 1e-4
 
 
 def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> None:
-    """Check that what the ranks of each axis keep whole has one gradient there.
-
-    Raises:
-        MeshparError: on every rank alike, naming the parameters.
-
-    Collective over the axes.
-    """
+    """Check that what the ranks of each axis keep whole has one gradient there. Collective over the axes."""
     for axis in axes:
         if odd := differing_gradients(module, axis, mesh.get_group(axis), mesh.device_type):
             raise MeshparError(
@@ -35,14 +29,7 @@ def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> No
 
 
 def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup, device_type: str) -> list[str]:
-    """Return the names of parameters that every rank of ``axis`` keeps whole and whose gradients have different norms
-    there.
-
-    A replicated parameter that sees a slice of the heads or features has a part of its gradient on each rank. A
-    gradient that is zero in theory, and so is rounding noise, does not count.
-
-    Collective over ``group``, the ranks of ``axis``, on a device of ``device_type``; parameters may be on the host.
-    """
+    """Return whole parameters whose gradients' norms differ over ``group`` by more than rounding. Collective."""
     kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad and axis not in sharded_axes(p)]
     if not kept:
         return []

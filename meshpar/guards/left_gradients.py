@@ -15,11 +15,7 @@ from meshpar.step.moment import Guard
 
 @final
 class UnfinishedSteps(Guard):
-    """Look for gradients that are left, before a forward of training and before a step.
-
-    Args:
-        left: remembers them.
-    """
+    """Look for gradients that are left, before a forward of training and before a step."""
 
     def __init__(self, left: LeftGradients) -> None:
         self._left = left

@@ -1,7 +1,5 @@
-"""Compare the losses from which ranks that share their samples and positions start a backward.
-
-What is made inside of a split module may leave it by another way than its output: by an attribute, a list, a hook. Each
-rank then has that of its own heads or features, and a loss that takes it in differs between the ranks.
+"""Compare the losses from which ranks that share samples and positions start a backward: what leaves a split module
+otherwise than by its output differs between them.
 """
 
 from __future__ import annotations
@@ -27,13 +25,7 @@ _LEAST = 1e-2
 
 @final
 class Losses(Guard):
-    """The losses of one parallel module's backwards.
-
-    Args:
-        groups: axis -> its process group, of the axes whose ranks see the same samples and positions.
-        device: where numbers are exchanged.
-        always: compare every time on a CPU; False: the first times alone.
-    """
+    """The losses of one parallel module's backwards; ``groups``: of the axes whose ranks see the same positions."""
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], device: torch.device, *, always: bool = True) -> None:
         self._groups, self._device, self._looked = dict(groups), device, 0
@@ -56,13 +48,7 @@ class Losses(Guard):
             self.check(roots)
 
     def check(self, roots: Iterable[object]) -> None:
-        """Compare what a backward of the module is about to start from.
-
-        Raises:
-            ParallelError: on every rank of the axis alike.
-
-        Collective over the axes.
-        """
+        """Compare what a backward of the module is about to start from. Collective over the axes."""
         self._looked += 1
         plain = [
             root.detach()
@@ -91,13 +77,7 @@ class Losses(Guard):
 
 @final
 class SentLosses(Guard):
-    """The losses of simulated ranks, which are sent on a CPU and not looked at.
-
-    Args:
-        groups: those whose ranks compare losses.
-        device: where numbers are exchanged.
-        on_cpu: ranks send.
-    """
+    """The losses of simulated ranks, which are sent on a CPU and not looked at."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device, *, on_cpu: bool) -> None:
         self._groups, self._device = groups if on_cpu else (), device

@@ -1,9 +1,5 @@
-"""Give operators on DTensors the results of one process where torch would give others without an error, or refuse them.
-
-A parameter of a parallel module is a DTensor, of which each rank holds a part. Torch ignores ``tensor.data = value``,
-draws random numbers for each part as if it were the whole, and loses writes into rows that it has gathered. Here the
-first two are one process's, and the third is refused; so is an operator that torch cannot run on parts, in words that
-say what to do.
+"""Give operators on DTensors the results of one process where torch would silently give others, or refuse them: torch
+ignores ``tensor.data = value``, draws each part's random numbers, and loses writes into rows that it has gathered.
 """
 
 from __future__ import annotations
@@ -37,12 +33,7 @@ notes["got mixed torch.Tensor and DTensor"] = (
 
 
 def one_process(owner: object, inside: Callable[[], bool]) -> None:
-    """Let operators on DTensors give what one process has, or refuse them, as long as ``owner`` lives.
-
-    Args:
-        owner: a parallel module, or a part of one.
-        inside: tells whether code of a parallel module runs, whose errors are explained elsewhere.
-    """
+    """Give operators on DTensors one process's results, or refuse them, as long as ``owner`` lives."""
     while_lives(owner, "data", functools.partial(change_attributes, _assign, _refuse_numpy))
     while_lives(
         owner,

@@ -24,16 +24,7 @@ REBUILD = (
 
 @final
 class PlacedParameters(Guard):
-    """Compare a module's parameters with those that its plan placed.
-
-    A parameter that a plan did not place is trained by each rank for itself: no pass reduces its gradient or shards it.
-
-    Args:
-        guarded: the module, as the plan left it.
-
-    Attributes:
-        parameters: those that the module had when they were recorded or checked last, once each.
-    """
+    """Compare a module's parameters with the plan's: each rank would train another one for itself."""
 
     def __init__(self, guarded: Guarded) -> None:
         self._module, self._units = guarded.module, guarded.units
@@ -77,11 +68,7 @@ class PlacedParameters(Guard):
         return found
 
     def _check(self) -> None:
-        """Refuse parameters other than those of the plan. Loading with ``assign=True`` hands units other ones.
-
-        Raises:
-            ParallelError: names the parameters that are new, replaced or gone.
-        """
+        """Refuse parameters other than the plan's. Loading with ``assign=True`` hands units other ones."""
         self._units.hide()
         if self._now() == self._state:
             return
@@ -121,11 +108,7 @@ class PlacedParameters(Guard):
         self.record()
 
     def _assigned(self, now: Mapping[str, nn.Parameter], sharded: Collection[int]) -> set[int]:
-        """Return which parameters ``load_state_dict(assign=True)`` put in the place of the plan's, laid out as those.
-
-        Passes read a module's parameters in each call, but units keep what they shard: one in whose place they have not
-        taken another trains on. Tied parameters must be one again; hooks stay with the tensor that left.
-        """
+        """Return the parameters that ``load_state_dict(assign=True)`` put in place of the plan's, laid out alike."""
         held = {id(value): value for _, parameters in self._held for value in parameters.values()}
         places: dict[int, list[nn.Parameter | None]] = {}
         for name, number in self._names.items():
@@ -146,11 +129,7 @@ class PlacedParameters(Guard):
             )
 
     def _check_sizes(self, names: Iterable[str]) -> None:
-        """Refuse new modules, in modules ``names``, that were built for this rank's part of a layer around which they
-        are put.
-
-        peft reads the sizes of a layer from the local part of its weight.
-        """
+        """Refuse new modules around a layer that were built for this rank's part of it, as peft builds them."""
         for outer in names:
             for inner, new in self._module.get_submodule(outer).named_modules(prefix=outer):
                 if new in self.modules:

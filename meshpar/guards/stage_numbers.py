@@ -1,8 +1,5 @@
-"""Refuse numbers that a loop makes of several parameters or gradients where each rank has some of the layers.
-
-A loop over ``module.parameters()`` sees the parameters of one stage. What it computes from each one alone is right, and
-what it computes from several, a norm or a penalty, would be another number on each stage. So parameters and gradients
-know which they are while the loop has them, and what is computed from them does, too.
+"""Refuse numbers that a loop makes of several parameters or gradients where each rank has some of the layers: they
+would differ between stages. Parameters, gradients and what is computed from them know which parameters they are.
 """
 
 from __future__ import annotations
@@ -49,12 +46,7 @@ _REMEDY: Final = (
 
 
 class _OfAStage:
-    """A parameter, a gradient, or what was computed from them.
-
-    Attributes:
-        origins: numbers of the parameters.
-        is_number: it was computed, and has one element.
-    """
+    """A parameter, a gradient, or what was computed from the parameters ``origins``; ``is_number``: to one element."""
 
     origins: frozenset[int]
     is_number: bool

@@ -15,9 +15,7 @@ from meshpar.step.moment import Guard, Guarded
 
 @final
 class WrittenInForward(Guard):
-    """Compare parameters that data ranks keep whole before and after a call of the module, and gathered ones before and
-    after their unit's forward.
-    """
+    """Compare whole parameters before and after a call of the module, and gathered ones around their unit's forward."""
 
     def __init__(self, guarded: Guarded) -> None:
         self._units, self._whole = guarded.units, guarded.facts.find(WholeParameters)

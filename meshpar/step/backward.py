@@ -1,8 +1,4 @@
-"""Notice the backwards of one parallel module: where one begins, by which ways it comes into units, where it ends.
-
-FSDP2 reduces the gradients of its units in the backward (``_torch/units.py``); the moments of the passes reduce what
-ranks keep whole at its end.
-"""
+"""Notice the backwards of one parallel module: where one begins, by which ways it comes into units, where it ends."""
 
 from __future__ import annotations
 
@@ -22,18 +18,7 @@ from meshpar.tensors.pytrees import leaves
 
 @final
 class Backward:
-    """The backwards of one module.
-
-    Args:
-        module: the outermost module.
-        units: of the module.
-        same_axes: the axes whose ranks see the same samples.
-        moments: returns the moments of the module.
-
-    Attributes:
-        reducing: the next backward reduces gradients: it is the last of a step, or the only one.
-        entrances: the ways by which a backward comes into units.
-    """
+    """The backwards of one module; ``reducing``: the next one reduces gradients, as the last or only one of a step."""
 
     def __init__(
         self, module: nn.Module, units: Units, same_axes: Collection[str], moments: Callable[[], Sequence[Moment]]

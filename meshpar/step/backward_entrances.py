@@ -1,13 +1,6 @@
-"""The ways by which a backward comes into a unit: each gathers the unit's weights, whatever tensor the backward starts
-from.
-
-FSDP2 gathers a unit for backward where a gradient reaches one of its outputs. A loss that a block keeps as an attribute
-leads into the block by another way, and its weights are free by then. Autograd numbers the nodes of its graph in the
-order in which they are made, so the numbers at the beginning and at the end of a unit's forward tell which nodes are
-its own. Before a backward runs, its graph is looked through once, a microsecond a node: where an edge leads from
-elsewhere into a unit's own nodes, and not to its outputs, the node gets the hook that FSDP2 gives to outputs. (Hooks on
-saved tensors would find every use of a weight, too, but cost more, take the place of a user's own, and keep autograd
-from noticing that a saved tensor was changed in place.)
+"""The ways by which a backward comes into units other than by their outputs, as by a loss that a block keeps: each
+gathers the unit's weights. Autograd numbers nodes in order, so the numbers where a unit's forward begins and ends tell
+its own nodes. (Hooks on saved tensors cost more, replace a user's, and hide changes in place from autograd.)
 """
 
 from __future__ import annotations
@@ -35,11 +28,7 @@ _MOST = 1 << 17
 
 @final
 class Entrances:
-    """The ways into the units of one module.
-
-    Args:
-        enter: is called in a backward that comes into a unit otherwise than by its outputs.
-    """
+    """The ways into the units of one module; ``enter`` is called where a backward comes into one not by its outputs."""
 
     def __init__(self, enter: Callable[[nn.Module], None]) -> None:
         self._enter = enter
@@ -100,14 +89,7 @@ class Entrances:
         self._hooked = {exit_number for exit_number in self._hooked if exit_number >= number}
 
     def look(self, roots: Iterable[object]) -> list[UnitRun]:
-        """Look through the graph of a backward that is about to run from ``roots``, tensors or nodes.
-
-        Returns:
-            The outermost runs that it reaches, which know now which of the runs inside it reaches.
-
-        Raises:
-            MeshparError: it comes into a unit that ran before the last optimizer step.
-        """
+        """Look through the graph of a backward from ``roots``; return the outermost runs that it reaches."""
         if not self._known():
             return []
         exits = self._exits

@@ -59,15 +59,7 @@ class Explains(Protocol):
 
 @final
 class Calls:
-    """The calls of one module.
-
-    Args:
-        module: the outermost module.
-        explanation: explains errors in the user's terms; None leaves them as they are.
-
-    Attributes:
-        depth: the number of calls of the module that run in one another.
-    """
+    """The calls of one module; ``depth``: how many run in one another. Errors are told by ``explanation``."""
 
     def __init__(self, module: nn.Module, explanation: Explains | None) -> None:
         self._module, self._explanation = module, explanation
@@ -77,9 +69,7 @@ class Calls:
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def install(self, *, explained: bool) -> None:
-        """Let published methods enter as ``forward`` does; explain errors of others of the user's where
-        ``explained``.
-        """
+        """Let published methods enter as ``forward`` does; explain errors of the user's others where ``explained``."""
         kind, forward = type(self._module), self._module.forward
 
         def dispatch(*args: Any, **kwargs: Any) -> Any:
@@ -102,9 +92,7 @@ class Calls:
                 self._explain_method(name)
 
     def register_method(self, name: str) -> None:
-        """Let the module's method ``name`` enter as ``forward`` does: with gathered weights, this rank's inputs, and
-        the checks around a forward.
-        """
+        """Let the module's method ``name`` enter as ``forward`` does."""
         module: Any = self._module
         bound = getattr(module, name, None)
         if not callable(bound):
@@ -133,9 +121,7 @@ class Calls:
         return run(*args, **kwargs) if self._explanation is None else self._explanation.told(run, args, kwargs)
 
     def explain_parts(self, parts: Iterable[nn.Module]) -> None:
-        """Explain errors of parts that are called from outside of the module, as the module's own calls are
-        explained.
-        """
+        """Explain errors of parts that are called from outside of the module, like those of the module's own calls."""
 
         def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self.depth:
@@ -148,12 +134,7 @@ class Calls:
                 set_forward(part, functools.partial(call, part.forward))
 
     def only_inside(self, parts: Mapping[str, nn.Module], why: str) -> None:
-        """Refuse calls of parts of the module from outside of it.
-
-        Args:
-            parts: name -> module.
-            why: the end of the message.
-        """
+        """Refuse calls of parts of the module from outside of it; ``why`` ends the message."""
 
         def check(name: str, block: nn.Module, args: object) -> None:
             if not self.depth and not in_backward():

@@ -18,16 +18,7 @@ from meshpar.tensors.placements import held_by_this_rank, local_tensor, whole_te
 
 
 def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None]) -> None:
-    """Let a sharded parameter be used in a loss outside of the module's calls: average such a gradient over data ranks.
-
-    A gradient that autograd hands to the parameter itself comes from this rank's samples alone. ``full_tensor()``, and
-    ``to_local()`` over axes whose ranks have the same part, hand it to all ranks.
-
-    Args:
-        parameter: a DTensor.
-        kept: names of axes whose ranks have the same samples.
-        reached: is called in a backward that comes here.
-    """
+    """Average a sharded parameter's gradients of ``full_tensor()`` in a loss over the axes that are not ``kept``."""
     mesh: DeviceMesh = parameter.device_mesh
     data = [place for place, name in enumerate(mesh.mesh_dim_names or ()) if name not in kept and mesh.size(place) > 1]
     if not data:

@@ -56,15 +56,7 @@ def record(module: nn.Module) -> Changes:
 def set_forward(
     module: Any, forward: Callable[..., Any], *, reads_parameters: bool = False, stays: bool = False
 ) -> None:
-    """Let ``module`` compute by ``forward``, which keeps the signature of the one before.
-
-    Args:
-        module: any module.
-        forward: the computation.
-        reads_parameters: it takes this rank's part of the module's own parameters itself.
-        stays: it computes also where the module does as it was written (:func:`undo_changes`): its inputs are parts
-            there, too.
-    """
+    """Let ``module`` compute by ``forward``; ``stays``: also where the module computes as it was written."""
     known = record(module)
     if known.forward is None:
         known.before = module.__dict__.get("forward")
@@ -82,9 +74,7 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return a ``forward`` that somebody else put on this instance; None where its class's computes, under meshpar's
-    or alone.
-    """
+    """Return a ``forward`` that somebody else put on this instance; None where its class's computes."""
     known, forward = installed(module), module.__dict__.get("forward")
     if known is None or known.forward is None:
         return forward
@@ -93,9 +83,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 @contextmanager
 def in_place_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let ``module`` compute something else during a call of its model (a loss instead of logits), which tries of
-    the model do not see.
-    """
+    """Let ``module`` compute something else (a loss, not logits) during a call of its model; trials do not see it."""
     known, own = record(module), module.__dict__.get("forward")
     known.aside.append(own)
     module.forward = forward

@@ -42,13 +42,7 @@ class Slices(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """A fact of the data pass: what forwards leave gathered.
-
-    Attributes:
-        keeps: forwards leave weights gathered.
-        slices: of the shards that replicas divide among them.
-        goes_on: where ranks have some of the layers, tells whether a step runs whose forward has come.
-    """
+    """A fact of the data pass: whether forwards leave weights gathered; ``goes_on``: whether a stage's step runs."""
 
     keeps: bool
     slices: Slices | None
@@ -56,23 +50,13 @@ class Gathering:
 
     @property
     def once_a_step(self) -> bool:
-        """The micro-batches of a step share gathered weights: those of a stage, whose forwards and backwards
-        alternate.
-        """
+        """The micro-batches of a step share gathered weights, as in a stage, where forwards and backwards alternate."""
         return self.keeps and self.goes_on is not None and self.slices is None
 
 
 @final
 class GatheredWeights(Moment):
-    """The gathered weights of one module between its forwards.
-
-    Args:
-        guarded: the module. Where guards compare always, ranks tell one another in each evaluation whether one wrote a
-            shard meanwhile, so that it may use what the last one gathered.
-        agree: compares the ranks' numbers.
-        backward: the backwards of the module.
-        calls: of the module.
-    """
+    """The gathered weights of one module between its forwards; ranks compare whether one wrote a shard meanwhile."""
 
     def __init__(
         self, guarded: Guarded, agree: Callable[[str, Sequence[int]], list[bool]], backward: Backward, calls: Calls
@@ -120,9 +104,7 @@ class GatheredWeights(Moment):
             self._units.release(leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor))
 
     def end_failed_call(self) -> None:
-        """Free gathered weights after a forward without gradients; other ranks may have kept them, and learn of it
-        before the next one.
-        """
+        """Free gathered weights after a failed evaluation; other ranks may keep theirs, and learn of it in the next."""
         if not torch.is_grad_enabled():
             self._kept = self._evaluates
             self._units.leave()
@@ -135,15 +117,7 @@ class GatheredWeights(Moment):
         self._shares_gathered = False
 
     def _serves(self) -> bool:
-        """Return whether what the last forward left gathered serves the next: both are of one step of a stage, or
-        both only evaluate, and no rank wrote a shard meanwhile.
-
-        Collective between evaluations where the last one left something. It follows from forwards and modes alone
-        whether it did.
-
-        Raises:
-            MeshparError: a shard was written between two forwards of one step.
-        """
+        """Return whether what the last forward left gathered serves the next. Collective between evaluations."""
         if self._goes_on is not None and self._goes_on() and torch.is_grad_enabled():
             if (name := self._units.written_since_kept()) is not None:
                 raise MeshparError(
@@ -163,11 +137,7 @@ class GatheredWeights(Moment):
         return True
 
     def _begin(self) -> None:
-        """Start to gather over replicas before a forward: any code may have written since the last one.
-
-        The micro-batches of one step share what the first gathered. Every rank comes here alike: what it does follows
-        from forwards.
-        """
+        """Start to gather over replicas before a forward that does not share what an earlier one gathered."""
         if self._slices is None:
             return
         make_ready(self._module)
@@ -181,9 +151,7 @@ class GatheredWeights(Moment):
 
     @property
     def _evaluates(self) -> bool:
-        """Gathered weights are kept for the next evaluation. Those of a module that is not trained are not: backwards
-        of other models, such as a student, would free what a frozen teacher keeps.
-        """
+        """Gathered weights stay for the next evaluation; a frozen teacher's do not, which backwards of others free."""
         trains = any(parameter.requires_grad for parameter in self._module.parameters())
         return self._keeps and trains and not self._module.training
 

@@ -13,11 +13,7 @@ from meshpar.step.moment import Moment
 
 @final
 class GradientHooks(Moment):
-    """Call the hooks of one module's sharded parameters with reduced gradients.
-
-    Args:
-        units: of the module.
-    """
+    """Call the hooks of one module's sharded parameters with reduced gradients."""
 
     def __init__(self, units: Units) -> None:
         self._units = units

@@ -14,15 +14,7 @@ from meshpar.tensors.placements import local_tensor
 
 @final
 class LeftGradients(Moment):
-    """Remember gradients of a step that was left, or of a backward that an error ended, until somebody clears them.
-
-    Args:
-        module: the outermost module.
-        units: of the module, whose gradients that are not reduced yet go with them.
-
-    Attributes:
-        cut_short: an error ended the backward that left them.
-    """
+    """Remember gradients of a step that was left, or of a backward that failed (``cut_short``), until cleared."""
 
     def __init__(self, module: nn.Module, units: Units) -> None:
         self._module, self._units = module, units

@@ -1,9 +1,5 @@
-"""Run: one parallel module, what its plan installed, and the door through which every call of it goes.
-
-A module on a mesh differs from a plain one in what has to happen around a forward (weights are gathered, and must be
-those of the last optimizer step), after a backward (gradients are reduced) and before a step. Each of these is a moment
-(``step/moment.py``) of a pass, of a guard, or of this room; the run calls them in their order. A stage of a pipeline
-has a door of its own around this one (``passes/pipeline/running.py``).
+"""Run: one parallel module, what its plan installed, and the door through which every call of it goes: the moments
+(``step/moment.py``) around calls, backwards and steps. Stages have a door around it (``passes/pipeline/running.py``).
 """
 
 from __future__ import annotations
@@ -58,17 +54,7 @@ class Trials(Protocol):
 
 @final
 class Run:
-    """One module to which a plan was applied.
-
-    Args:
-        guarded: the module and its plan.
-        moments: of the passes, then of the guards.
-        explanation: tells errors in the user's terms; None leaves them as they are.
-        first_runs: trials of what the passes divide; None: there are none.
-
-    Attributes:
-        moments: all that happens around calls, backwards and steps, in order.
-    """
+    """One module with a plan: its moments, of the passes, then of the guards, explained errors, and first trials."""
 
     def __init__(
         self,
@@ -96,9 +82,7 @@ class Run:
         return self.facts.find(kind)
 
     def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
-        """Let ranks come to ``place`` before they exchange something there; return of each number whether all have the
-        same. Collective: every rank calls it.
-        """
+        """Let ranks come to ``place``; return of each number whether all have the same. Collective."""
         answers = [moment.agree(place, numbers) for moment in self.moments]
         return [all(column) for column in zip(*answers, strict=True)]
 
@@ -214,9 +198,7 @@ class Run:
     # A step
 
     def before_step(self, optimizer: Optimizer) -> Optimizer:
-        """Look at a step of any optimizer; return what steps: ``optimizer``, or for Adafactor what knows norms of
-        shards.
-        """
+        """Look at a step of any optimizer; return what steps: itself, or for Adafactor what knows norms of shards."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = {id(parameter) for parameter in (*self.module.parameters(), *self.units.shards())}
         trains = any(id(parameter) in own for parameter in held)
@@ -234,18 +216,12 @@ class Run:
         return optimizer
 
     def leave_step(self, *, by_error: bool = False) -> None:
-        """Remember that a step was left before its gradients were reduced, until somebody clears gradients.
-
-        Args:
-            by_error: ranks may have different parts of the gradients.
-        """
+        """Remember that a step was left before it reduced gradients; ``by_error``: ranks may have different parts."""
         for moment in self.moments:
             moment.leave_step(by_error=by_error)
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained
-        and saved.
-        """
+        """Let go of gathered parameters: the module's are then the shards, which are trained and saved."""
         self.backward.unwind()
         if not self.calls.depth and not in_backward():
             self.units.reshard()
@@ -277,9 +253,7 @@ _NUMBERS = itertools.count()
 
 
 def run_of(module: nn.Module) -> Run | None:
-    """Return the run of an outermost module, for functions that a user hands the module alone; None where no plan was
-    applied.
-    """
+    """Return the run of an outermost module; None where no plan was applied."""
     return next((run for run in list(_LIVING.values()) if run.module is module), None)
 
 

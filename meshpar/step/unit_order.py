@@ -1,10 +1,6 @@
-"""Predict the order in which forwards call units, so that ranks meet once a forward instead of before every unit.
-
-Ranks that gather a unit together would wait for ever for one that gathers another, so they meet before. After a few
-forwards in which all ranks called the same units, the next ones are predicted to call them too, and ranks meet before
-the first unit alone. A rank that then calls another unit gathers the rest of the predicted ones, for which the other
-ranks wait, and meets them before the unit that it calls. Ranks that all left the prediction alike go on from there; one
-that left it alone is refused, because the others meet at another place.
+"""Predict in which order forwards call units, so that ranks meet once a forward, not before every unit, where they
+would wait for ever for one that gathers another. A rank that leaves the prediction gathers the rest of it, for which
+the others wait, and meets them; one that left it alone is refused there.
 """
 
 from __future__ import annotations
@@ -31,11 +27,7 @@ class _Habit:
 
 @final
 class Schedule:
-    """The order in which the forwards of one module call its units.
-
-    Args:
-        gather: gathers a unit and lets go of it, as its forward would.
-    """
+    """The order in which forwards of one module call its units; ``gather`` gathers and frees one, as a forward does."""
 
     def __init__(self, gather: Callable[[nn.Module], None]) -> None:
         self._gather = gather
@@ -60,9 +52,7 @@ class Schedule:
         self._expected = order
 
     def expects(self, unit: nn.Module) -> bool:
-        """Return whether all ranks call this unit now, as predicted, and remember the call. Where it is not the
-        predicted one, gather the rest of those. Collective where it is not.
-        """
+        """Return whether all ranks call this unit now, as predicted; else gather the predicted rest, collectively."""
         if self._habit is None:  # a unit is called from outside of the module
             return False
         place = len(self._called)
@@ -75,9 +65,7 @@ class Schedule:
         return False
 
     def end(self) -> bool:
-        """End a forward; tell whether ranks must meet, because it has called fewer units than predicted. Collective
-        where it has.
-        """
+        """End a forward; return whether ranks must meet, because it called too few units. Collective where it did."""
         habit, self._habit = self._habit, None
         assert habit is not None, "a forward ends that has begun"
         short = self._expected is not None and len(self._called) < len(self._expected)

@@ -15,16 +15,7 @@ from meshpar.step.moment import Moment
 
 @final
 class UnusedGradients(Moment):
-    """Find the parameters that no rank used, among those whose gradient counts as zero on this one.
-
-    A parameter that a rank did not use counts as zero in the reduction. One that no rank used must have no gradient
-    afterwards: an optimizer would decay it, or move it by its momentum. The ranks tell one another beside other work,
-    in one exchange after a backward; only a rank with such a parameter waits.
-
-    Args:
-        module: the outermost module.
-        ranks: those that have the same parameters, which tell one another; None: gradients are not averaged.
-    """
+    """Find the parameters that no rank used, among those whose gradient counts as zero on this one."""
 
     def __init__(self, module: nn.Module, ranks: Ranks | None) -> None:
         self._module, self._ranks = module, ranks
@@ -32,10 +23,7 @@ class UnusedGradients(Moment):
         self._marks = torch.zeros(0, dtype=torch.uint8)
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
-        """Take the gradients from those of ``unused`` that no rank used in the backward that has ended.
-
-        Collective where gradients are averaged: every rank calls it.
-        """
+        """Drop the gradients of ``unused`` that no rank used. Collective where gradients are averaged."""
         parameters = list(self._module.parameters())
         self._send(parameters, unused)
         if not unused:

@@ -20,18 +20,7 @@ from meshpar.tensors.placements import local_tensor, placed_like, shard_dim, und
 
 @final
 class Part:
-    """This rank's part of a tensor: its shape, norms and means are those of the whole tensor, everything else is
-    computed on the part.
-
-    It has the operations of ``torch.optim.Adafactor``, which factors the last two dims, and raises an error at any
-    other.
-
-    Args:
-        local: this rank's part, written in place.
-        shape: of the whole tensor.
-        mesh: the ranks among which the tensor is divided.
-        placements: how, one for each axis of the mesh.
-    """
+    """This rank's part of a tensor with the operations of torch's Adafactor; shape, norms and means are the whole's."""
 
     def __init__(self, local: Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
         self.local, self._shape = local, torch.Size(shape)
@@ -66,9 +55,7 @@ class Part:
         return self._shape[dim]
 
     def norm(self, p: object = 2, dim: int | None = None, keepdim: bool = False, **others: object) -> Any:
-        """Return the 2-norm of the whole tensor, or of its vectors along ``dim``. Collective over the axes that
-        divide them.
-        """
+        """Return the 2-norm of the whole tensor, or of its vectors along ``dim``. Collective over its axes."""
         if p not in (2, "fro") or keepdim != (dim is not None) or any(other is not None for other in others.values()):
             raise NotImplementedError(
                 f"norm(p={p}, dim={dim}, keepdim={keepdim}, {others}) of a part is none that Adafactor computes"
@@ -84,9 +71,7 @@ class Part:
         return self._along(self._over_ranks(total, (dim % self.dim(),)).div_(self.size(dim)).to(self.dtype), dim)
 
     def __matmul__(self, row: Part) -> Part:
-        """Return the outer product of a column, whose last dim is 1, and a row; each axis divides one of them at
-        most, or both alike.
-        """
+        """Return the outer product of a column and a row; each axis divides one of them at most, or both alike."""
         placements = [
             theirs if shard_dim(mine) is None else mine
             for mine, theirs in zip(self._placements, row._placements, strict=True)
@@ -123,12 +108,7 @@ for _name in ("__neg__", "__mul__", "add_", "mul_", "div_", "lerp_", "square_", 
 
 
 def adafactor_by_parts(parameter: Tensor, grad: Tensor, state: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the parts of a parameter, of its gradient and of the factors in its state, which are divided as the
-    parameter is.
-
-    Raises:
-        MeshparError: the state is not of this parameter.
-    """
+    """Return the parts of a parameter, its gradient and its state's factors; MeshparError for another's state."""
     if not isinstance(parameter, DTensor):
         return parameter, grad, state
     # sums that tensor parallelism left partial

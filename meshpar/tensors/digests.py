@@ -18,10 +18,9 @@ _PRIME = 1_000_003
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Return a 64-bit digest of a tensor's bytes as a 0-dim int64 tensor on its device; position counts, equal bytes
-    give equal digests.
+    """Return a 64-bit digest of a tensor's bytes and their order as a 0-dim int64 tensor on its device.
 
-    A polynomial hash in wrapping 64-bit arithmetic (Rabin and Karp 1987): on the device, without a copy to the host.
+    A polynomial hash in wrapping 64-bit arithmetic (Rabin and Karp 1987).
     """
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if data.numel() % 8:
@@ -48,9 +47,7 @@ def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def digest_of(values: object, device: torch.device) -> Tensor:
-    """Return a 64-bit digest of the tensors and plain values in ``values``, nested as they may be; DTensors are left
-    out.
-    """
+    """Return a 64-bit digest of the tensors, but for DTensors, and plain values nested in ``values``."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for leaf in leaves(values):
         if isinstance(leaf, DTensor):

@@ -22,18 +22,14 @@ _BUCKET = 1 << 22  # elements
 
 
 def shard_dim(placement: Placement) -> int | None:
-    """Return the dim that a placement splits (``Shard`` and ``_StridedShard``, which is no subclass in every torch),
-    else None.
-    """
+    """Return the dim that a placement (``Shard``, ``_StridedShard``) splits, else None."""
     if placement.is_shard() or isinstance(placement, StridedShard):
         return placement.dim  # type: ignore[attr-defined]
     return None
 
 
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
-    """Return the names of the mesh axes over which ``tensor`` is split; none for a plain tensor. A flattened axis
-    stands for its parts.
-    """
+    """Return the names of the mesh axes over which ``tensor`` is split; of a flattened axis its parts."""
     if not isinstance(tensor, DTensor):
         return ()
     names = tensor.device_mesh.mesh_dim_names
@@ -45,11 +41,7 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
 def local_index(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[slice, ...]:
-    """Return the slice of a tensor of ``shape`` that the rank at ``coordinate`` holds.
-
-    A shard is torch's chunk: ceil-sized, the last ones short or empty. FSDP2 over a tensor-parallel dim splits what the
-    tensor axis left, and says so by ``_StridedShard``: those placements are taken last.
-    """
+    """Return the slice of ``shape`` at ``coordinate``: torch's chunks, in which ``_StridedShard`` splits last."""
     starts, sizes = [0] * len(shape), list(shape)
     order = sorted(range(len(placements)), key=lambda axis: isinstance(placements[axis], StridedShard))
     for axis in order:
@@ -114,15 +106,7 @@ def undivided(placements: Sequence[Placement], dims: Collection[int]) -> tuple[P
 
 
 def placed_like(value: Tensor, like: DTensor, reduced: Collection[int]) -> DTensor:
-    """Return ``value`` divided as ``like`` is, but for the dims ``reduced``, of which ``value`` has one element.
-
-    Args:
-        value: the same whole tensor on every rank, or a DTensor. A DTensor that is divided so is returned itself.
-        like: has the dims of ``value``.
-        reduced: dims of either.
-
-    Collective where ``value`` is a DTensor that is divided otherwise.
-    """
+    """Return ``value`` divided as ``like`` is, but for the dims ``reduced``, in which it has one element."""
     mesh, placements = like.device_mesh, undivided(like.placements, reduced)
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
         return value
@@ -171,20 +155,10 @@ def clip_grad_norms_(
     rows: Mapping[int, int] | None = None,
     count: int = 1,
 ) -> Tensor:
-    """Scale gradients so that their joint norm is at most ``max_norm``, and return the norms before: see
-    ``Parallelized``.
+    """Scale gradients so that their joint norm is at most ``max_norm``; return the norms before, the joint one first.
 
-    Args:
-        parameters: of the model, the same on every rank.
-        groups: axis -> this rank's process group, outermost first.
-        max_norm: largest norm. ``inf`` scales nothing.
-        norm_type: p.
-        device: where the norms are.
-        apart: ranks that have other parameters.
-        rows: ``id`` of a parameter -> the norm to which it belongs beside the joint one, from 1.
-        count: number of norms, the joint one first.
-
-    Collective over the groups of axes that split a parameter, and over that of ``apart``.
+    ``groups``: axis -> this rank's group, outermost first. ``apart``: ranks with other parameters. ``rows``: ``id`` of
+    a parameter -> which of ``count`` norms has it, too. Collective over the groups of axes that split a parameter.
     """
     parameters, rows = list(parameters), rows or {}
     elsewhere = set[int]() if apart is None else apart.counted_elsewhere()
@@ -254,11 +228,7 @@ def _placed_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a gradient, divided as its parameter is. Collective where it is divided otherwise.
-
-    Raises:
-        MeshparError: the gradient is sparse.
-    """
+    """Return this rank's part of a gradient, divided as its parameter; MeshparError for a sparse one. Collective."""
     grad = _placed_gradient(parameter)
     assert grad is not None
     if grad.is_sparse:

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 
 
 def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects``, in attributes of other
-    objects, too.
-
-    An object that is ``around`` itself (``around`` has the ids of objects) is not entered again.
-    """
+    """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects`` in their attributes, too."""
     if id(values) in around:
         return
     inside: Iterable[Any]
