@@ -20,14 +20,14 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.exchange.ranks import GradientMarks, Largest, Looks, Ranks, same, stages_of
-from meshpar.guards.kept_gradients import check_copies
+from meshpar.guards.gradients import check_copies
 from meshpar.passes.experts.divided import DividedModules
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.random import draws_random
 from meshpar.state.initialize import state
+from meshpar.step.gradients import UnusedGradients
 from meshpar.step.moment import Guard, Guarded
 from meshpar.step.unit_order import Schedule
-from meshpar.step.unused_gradients import UnusedGradients
 from meshpar.tensors.digests import digest, digest_of
 
 _SAME_BATCH = (
@@ -42,12 +42,11 @@ class Agreement(Guard):
 
     def __init__(self, guarded: Guarded) -> None:
         module, resolved = guarded.module, guarded.resolved
-        self._always = guarded.guards == "always"
-        self._module, self._units, self._device = module, guarded.units, guarded.device
+        self._guarded, self._always = guarded, guarded.guards == "always"
         self._data_axes, self._same_axes = resolved.reduced, resolved.same
-        self._mesh, whole = guarded.meshes[resolved.held], guarded.meshes[resolved.spec]
+        self._mesh, whole_mesh = guarded.meshes[resolved.held], guarded.meshes[resolved.spec]
         # ranks with different positions of the same samples
-        self._split = {axis: whole.get_group(axis) for axis in resolved.divided(Role.POSITIONS)}
+        self._split = {axis: whole_mesh.get_group(axis) for axis in resolved.divided(Role.POSITIONS)}
         # ranks whose blocks draw the same random numbers outside of what is split
         self._draws = (resolved.layout.dropout or draws_random(module)) and not resolved.splits_sequence
         stages = stages_of(resolved)
@@ -56,7 +55,7 @@ class Agreement(Guard):
         self.ordered = bool(stages)
         self.predicts = self._always and bool(self._data_axes) and not stages and _predictable(guarded)
         self._schedule: Schedule | None = None
-        self._batches, self._wholes, self._looks = (Looks(always=self._always) for _ in range(3))
+        self._looks = Looks(always=self._always)
         self._backwards = 0
         self._ranks = Ranks.of(module, stages)
         averages = bool(self._data_axes) and dist.get_world_size() > 1
@@ -68,7 +67,7 @@ class Agreement(Guard):
 
     def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Check that all ranks are at one place, each time on a CPU, else at first and in evaluation. Collective."""
-        if self._looks.now(place, self._device) or (self._always and not self._module.training):
+        if self._looks.now(place, self._guarded.device) or (self._always and not self._guarded.module.training):
             return self._ranks.meet(place, numbers)
         return [True] * len(numbers)
 
@@ -76,16 +75,17 @@ class Agreement(Guard):
         """Compare arguments where gradients are wanted, and expect the units to come. Collective over ``same``."""
         if torch.is_grad_enabled():
             self._batch((args, kwargs))
-        if self.predicts and self._schedule is None and not runtime.queues(self._device):
-            self._schedule = Schedule(self._units.gather)
+        if self.predicts and self._schedule is None and not runtime.queues(self._guarded.device):
+            self._schedule = Schedule(self._guarded.units.gather)
         if self._schedule is not None:
-            self._schedule.begin((torch.is_grad_enabled(), self._module.training))
+            self._schedule.begin((torch.is_grad_enabled(), self._guarded.module.training))
 
     def _batch(self, inputs: object) -> None:
         """Compare a forward's arguments on ranks of ``same_axes``: always on a CPU, on an accelerator at first."""
-        if not self._same_axes or not self._batches.now("", self._device):
+        if not self._same_axes or not self._looks.now("the batch of a forward", self._guarded.device):
             return
-        numbers = [digest_of(inputs, self._device), *([random.digest(self._device)] if self._numbers() == 2 else [])]
+        device = self._guarded.device
+        numbers = [digest_of(inputs, device), *([random.digest(device)] if self._numbers() == 2 else [])]
         for axis, group in zip(self._same_axes, self._groups(self._same_axes), strict=True):
             agree = same(torch.stack(numbers), [group])
             if not agree[0]:
@@ -98,10 +98,10 @@ class Agreement(Guard):
 
     def before_split(self, batch: object) -> None:
         """Compare the batches of ``par.split``: on a CPU each time, else at first. Collective over positions."""
-        if not self._wholes.now("", self._device):
+        if not self._looks.now("the batch of par.split", self._guarded.device):
             return
         for axis, group in self._split.items():
-            if not all(same(digest_of(batch, self._device)[None], [group])):
+            if not all(same(digest_of(batch, self._guarded.device)[None], [group])):
                 raise MeshparError(f"ranks of {axis} split different batches; {_SAME_BATCH}")
 
     def after_forward(self, output: object) -> None:
@@ -121,13 +121,14 @@ class Agreement(Guard):
         schedule, numbers, predicted = self._schedule, list[int](), list[nn.Module]()
         if schedule is not None:
             predicted = list(schedule.prediction)
-            numbers = [_number_of(predicted, self._units)] if predicted else [0]
+            numbers = [_number_of(predicted, self._guarded.units)] if predicted else [0]
             if schedule.expects(unit):
                 return
-        elif not (self._looks.first(name) if self.ordered else self._looks.now(name, self._device)):
+        elif not (self._looks.first(name) if self.ordered else self._looks.now(name, self._guarded.device)):
             return
         place = f"the forward of {name}" if name else "a forward of the module"
-        alike, *same_prediction = self._ranks.meet(place, [zlib.crc32(self._units.trained(unit).encode()), *numbers])
+        trained = zlib.crc32(self._guarded.units.trained(unit).encode())
+        alike, *same_prediction = self._ranks.meet(place, [trained, *numbers])
         if schedule is not None and predicted and all(same_prediction):
             schedule.follow(predicted)
         if not alike:
@@ -138,7 +139,7 @@ class Agreement(Guard):
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
         """Check that all data ranks begin a backward together: other collectives would pair up with its own."""
-        always = self._always and not runtime.queues(self._device)
+        always = self._always and not runtime.queues(self._guarded.device)
         if self._data_axes and (always or self._backwards < Looks.FIRST) and reaches():
             self._ranks.meet("a backward")
 
@@ -176,7 +177,7 @@ class Agreement(Guard):
         """Compare which gradients a backward left, without waiting beside an accelerator. Collective over the mesh."""
         first = self._backwards < Looks.FIRST
         if self._backwards == 0:
-            check_copies(self._module, self._mesh, self._same_axes)
+            check_copies(self._guarded.module, self._mesh, self._same_axes)
         self._backwards += 1
         if self._later is not None:
             later, self._later = self._later, None
@@ -188,13 +189,13 @@ class Agreement(Guard):
         if not first and not self._always:
             self._unused.gradients(unused)
             return
-        self._same_parameters(unused, look=first or not runtime.queues(self._device))
+        self._same_parameters(unused, look=first or not runtime.queues(self._guarded.device))
         if first:
             self._same_buffers()
 
     def _numbers(self) -> int:
         """Return how many numbers of a batch the ranks of the same samples compare."""
-        return 2 if self._draws and self._module.training else 1
+        return 2 if self._draws and self._guarded.module.training else 1
 
     def _groups(self, axes: Sequence[str]) -> list[dist.ProcessGroup]:
         return [self._mesh.get_group(axis) for axis in axes]
@@ -202,7 +203,7 @@ class Agreement(Guard):
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
         """Check that all data ranks have the same gradients: FSDP2 would join others without an error; drop zeros."""
         zeros = {id(parameter) for parameter in unused}
-        trained = list(self._module.named_parameters())
+        trained = list(self._guarded.module.named_parameters())
         marks = [0 if parameter.grad is None else 1 if id(parameter) in zeros else 2 for _, parameter in trained]
         later = GradientMarks(self._ranks, trained, marks)
         if look or unused:
@@ -214,10 +215,10 @@ class Agreement(Guard):
 
     def _same_buffers(self) -> None:
         """Check that data ranks hold the same persistent buffers; a forward may compute them from its part."""
-        buffers = {name: tensor for name, tensor in state(self._module) if not isinstance(tensor, nn.Parameter)}
+        buffers = {name: tensor for name, tensor in state(self._guarded.module) if not isinstance(tensor, nn.Parameter)}
         if not buffers:
             return
-        digests = torch.stack([digest(buffer).to(self._device) for buffer in buffers.values()])
+        digests = torch.stack([digest(buffer).to(self._guarded.device) for buffer in buffers.values()])
         agree = same(digests, self._groups(self._data_axes))
         if odd := [name for name, equal in zip(buffers, agree) if not equal]:
             raise MeshparError(
@@ -235,11 +236,11 @@ class SentAgreement(Guard):
     def __init__(self, real: Agreement) -> None:
         self._real, self._hosts = real, real._ranks.hosts
         # on CPUs looking does not wait for a device, so that more is looked at
-        self._on_cpu = real._always and runtime.over_hosts(real._device)
+        self._on_cpu = real._always and runtime.over_hosts(real._guarded.device)
 
     def _send(self, numbers: int, groups: Iterable[dist.ProcessGroup]) -> None:
         for group in groups if self._on_cpu else ():
-            Largest(torch.empty(numbers, dtype=torch.int64, device=self._real._device), group).read()
+            Largest(torch.empty(numbers, dtype=torch.int64, device=self._real._guarded.device), group).read()
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -272,7 +273,7 @@ class SentAgreement(Guard):
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Send which parameters have a gradient; simulated ranks all use the same."""
         if self._real._data_axes:
-            self._send(2 * (1 + sum(1 for _ in self._real._module.parameters())), [self._hosts])
+            self._send(2 * (1 + sum(1 for _ in self._real._guarded.module.parameters())), [self._hosts])
         for parameter in unused:
             parameter.grad = None
 

@@ -17,11 +17,9 @@ from meshpar.guards.operators import one_process
 from meshpar.passes.pipeline.stand_ins import is_idle
 from meshpar.passes.tensor.context import Context
 from meshpar.state.full import OptimizerStates, refuse_copies
-from meshpar.step.gradient_hooks import GradientHooks
-from meshpar.step.left_gradients import LeftGradients
+from meshpar.step.gradients import GradientHooks, LeftGradients, UnusedGradients
 from meshpar.step.moment import Guarded, Moment, guards_of
 from meshpar.step.run import Run, inside_a_call
-from meshpar.step.unused_gradients import UnusedGradients
 from meshpar.trials.first_runs import FirstRuns
 
 

@@ -1,4 +1,4 @@
-"""Refuse backwards that would use other weights than their forward, or weights that are gone."""
+"""Refuse backwards that would use other weights than their forward, or none, or that run inside of a backward."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshpar._torch.autograd import in_backward
 from meshpar.core.errors import MeshparError
 from meshpar.guards.placed_parameters import PlacedParameters
 from meshpar.passes.recompute import Recomputed
@@ -138,3 +139,23 @@ def _refuse_second_order() -> None:
 
 def _written_since(versions: Versions) -> Tensor | None:
     return next((tensor for tensor, version in versions if tensor._version != version), None)
+
+
+@final
+class Reentrant(Guard):
+    """Look for units that ran without gradients in a forward and with gradients in its backward."""
+
+    def __init__(self) -> None:
+        self._without_grad: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def before_unit(self, name: str, unit: nn.Module) -> None:
+        if not torch.is_grad_enabled():
+            self._without_grad.add(unit)
+        elif not in_backward():
+            self._without_grad.discard(unit)
+        elif unit in self._without_grad:
+            raise MeshparError(
+                "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True), whose backward inside a "
+                "backward sharding may reduce more than once; use checkpoint(..., use_reentrant=False), or "
+                "ActivationCheckpoint() in the plan"
+            )

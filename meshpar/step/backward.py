@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshpar._torch.autograd import at_end_of_backward, in_backward
 from meshpar._torch.units import Units
 from meshpar.step.backward_entrances import Entrances
-from meshpar.step.external_gradients import average_outside
+from meshpar.step.gradients import average_outside
 from meshpar.step.moment import Forward, Moment
 from meshpar.tensors.pytrees import leaves
 

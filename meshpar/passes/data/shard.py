@@ -3,7 +3,7 @@ state (FSDP2).
 
 FSDP2 averages the gradients of a unit at the end of the unit's backward. Others are averaged or summed in
 ``whole_parameters.py`` (parameters that ranks keep whole), ``replica_shards.py`` (one optimizer for all replicas),
-``external_gradients.py`` (weights that a loss uses by itself), and in the backward of ``passes/tensor/collectives.py``.
+``step/gradients.py`` (weights that a loss uses by itself), and in the backward of ``passes/tensor/collectives.py``.
 """
 
 from __future__ import annotations
