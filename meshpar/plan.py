@@ -168,8 +168,8 @@ class Plan:
         if self.frozen:
             module.requires_grad_(False)
         # models that share process groups could use them in different orders
-        own = next_number() > 0
-        meshes = {spec: spec.build(device.type, own=own) for spec in resolved.meshes}
+        has_groups = next_number() > 0
+        meshes = {spec: spec.build(device.type, own=has_groups) for spec in resolved.meshes}
         checking = runtime.standing_in(Checking(self.guards, self.verify and self.guards != "off"))
         facts = Facts(checking)
         start = partial(prepare, module, resolved, meshes) if self.passes else None
@@ -267,9 +267,9 @@ class Plan:
 
 def lost_replica_problems(passes: Sequence[Pass], spec: MeshSpec, module: nn.Module) -> Iterator[str]:
     """Yield why the replicas of a plan, each a job of its own, cannot be lost and replaced, one line each."""
-    if (inside := spec.axes.get("dp_replicate", 1)) > 1:
+    if (replicas := spec.axes.get("dp_replicate", 1)) > 1:
         yield (
-            f"the mesh has dp_replicate={inside} inside of one replica; write dp_replicate=1: each replica is a job "
+            f"the mesh has dp_replicate={replicas} inside of one replica; write dp_replicate=1: each replica is a job "
             "of its own"
         )
     if (stages := spec.axes.get("pp", 1)) > 1:

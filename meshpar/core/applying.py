@@ -38,14 +38,14 @@ def run_passes(
         every.append(installed)
         facts.add(installed.facts)
         if Role.LAYERS in applied_pass.roles.values():  # other ranks have the others
-            held = {name for name, _ in module.named_parameters()}
-            names, ties = [name for name in names if name in held], tied_names(module)
+            names_here = {name for name, _ in module.named_parameters()}
+            names, ties = [name for name in names if name in names_here], tied_names(module)
         _check_kept(applied_pass.name, module, names, ties)
     elsewhere = any(tensor.device != device for tensor in (*module.parameters(), *module.buffers()))
     if elsewhere and not built_on_meta and resolved.data_pass is None:
         module.to(device)
-    kept = {id(parameter) for parameter in module.parameters()}
-    return every, [old for one in before if (old := one()) is not None and id(old) not in kept]
+    remaining_ids = {id(parameter) for parameter in module.parameters()}
+    return every, [old for reference in before if (old := reference()) is not None and id(old) not in remaining_ids]
 
 
 def _check_kept(title: str, module: nn.Module, names: list[str], ties: list[tuple[str, ...]]) -> None:

@@ -31,13 +31,13 @@ def problems_of(
 ) -> Iterator[str]:
     """Yield every problem of passes for a model; ``of_parts``: those of a model that sees a part of a batch."""
     yield from _shape_problems(passes)
-    known = [pass_ for pass_ in passes if isinstance(pass_, Pass)]
-    if len(known) == len(passes):
-        yield from _order_problems(known)
+    real_passes = [pass_ for pass_ in passes if isinstance(pass_, Pass)]
+    if len(real_passes) == len(passes):
+        yield from _order_problems(real_passes)
         if mesh is not None:
-            yield from _axis_problems(known, mesh)
+            yield from _axis_problems(real_passes, mesh)
     if mesh is not None and layout is not None:
-        yield from _content_problems(known, module, layout, mesh, of_parts)
+        yield from _content_problems(real_passes, module, layout, mesh, of_parts)
 
 
 def check_arguments(mesh: object, passes: object) -> None:
@@ -45,9 +45,9 @@ def check_arguments(mesh: object, passes: object) -> None:
     check_mesh(mesh)
     if isinstance(passes, str) or not isinstance(passes, Iterable):
         kind = passes if isinstance(passes, type) else type(passes)
-        inside = f"{kind.__name__}()" if issubclass(kind, Pass) else _example()
+        example = f"{kind.__name__}()" if issubclass(kind, Pass) else _example()
         raise PlanError(
-            [f"a plan's passes are {_shown(passes)}; expected a list of passes: write Plan({str(mesh)!r}, [{inside}])"]
+            [f"a plan's passes are {_shown(passes)}; expected a list of passes: write Plan({str(mesh)!r}, [{example}])"]
         )
 
 
@@ -127,10 +127,9 @@ def _remedy(axis: str) -> str:
     fitting = [kind for kind in passes if axis in kind.roles]
     if fitting:
         return f"add {min(fitting, key=lambda kind: len(kind.roles)).__name__}() or drop {axis} from the mesh"
-    known = ", ".join(dict.fromkeys(name for kind in passes for name in kind.roles))
+    axes = ", ".join(dict.fromkeys(name for kind in passes for name in kind.roles))
     return (
-        f"no installed pass works on {axis} (installed ones work on {known}): drop it, or install or write a pass for "
-        "it"
+        f"no installed pass works on {axis} (installed ones work on {axes}): drop it, or install or write a pass for it"
     )
 
 
@@ -141,8 +140,8 @@ def _installed() -> list[type[Pass]]:
 
 def _sharding() -> list[type[Pass]]:
     """Return the installed passes that split parameters over data axes, those of the fewest axes first."""
-    found = [kind for kind in _installed() if kind.stage == Stage.DATA and kind.shards is not Pass.shards]
-    return sorted(found, key=lambda kind: len(kind.roles))
+    kinds = [kind for kind in _installed() if kind.stage == Stage.DATA and kind.shards is not Pass.shards]
+    return sorted(kinds, key=lambda kind: len(kind.roles))
 
 
 def _sharders() -> list[str]:
@@ -175,10 +174,10 @@ def _content_problems(
     yield from _module_problems(module) if passes else ()
     ready = [pass_ for pass_ in passes if all(axis in mesh.axes for axis in pass_.axes)]
     with suppress(MeshError):  # which _axis_problems tells
-        held = held_mesh(passes, mesh)
+        parameter_mesh = held_mesh(passes, mesh)
         for pass_ in ready:
             yield from pass_.problems(module, layout, seen_mesh(pass_, passes, mesh))
-        if any(held.axes[axis] > 1 for axis in axes_of(ready, held, Role.SAMPLES)):
+        if any(parameter_mesh.axes[axis] > 1 for axis in axes_of(ready, parameter_mesh, Role.SAMPLES)):
             yield from of_parts(module)
             yield from filter(None, [layout.experts.balance_refusal])
     hooked = [name for name, parameter in parameters.items() if gradient_hooks(parameter)]
@@ -254,9 +253,9 @@ def _unsharded_problems(
     split = {name for sharder in sharders for name in sharder.shards(module, layout)}
     if not split:
         return
-    known = split.union(*(pass_.keeps(module, layout) for pass_ in passes))
+    accounted = split.union(*(pass_.keeps(module, layout) for pass_ in passes))
     for name, parameter in parameters.items():
-        if name not in known and parameter.numel() >= LARGE_PARAMETER:
+        if name not in accounted and parameter.numel() >= LARGE_PARAMETER:
             shape = " x ".join(map(str, parameter.shape))
             yield (
                 f"{name} ({shape}, {parameter.numel() * parameter.element_size() / 2**20:.0f} MiB) is split by no "

@@ -187,5 +187,5 @@ class ModelLayout:
             "experts": experts if isinstance(experts, ExpertsLayout) else ExpertsLayout(experts),
             "config": {} if config is None else config,
         }
-        for each in fields(self):
-            object.__setattr__(self, each.name, values[each.name])
+        for attribute in fields(self):
+            object.__setattr__(self, attribute.name, values[attribute.name])

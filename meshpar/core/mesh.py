@@ -101,8 +101,8 @@ class MeshSpec:
             MeshError: the text cannot be read, the nodes are not all full, or the axes do not divide a node.
         """
         match = AUTO.fullmatch(text.strip())
-        inside = None if match is None else _parse(match[1])
-        if inside is None or not {"dp_replicate", "dp_shard"}.isdisjoint(inside):
+        node_axes = None if match is None else _parse(match[1])
+        if node_axes is None or not {"dp_replicate", "dp_shard"}.isdisjoint(node_axes):
             raise MeshError(
                 f"cannot read mesh {text!r}; write 'auto', 'auto,tp=4' or sizes like 'dp_replicate=2,dp_shard=-1'"
             )
@@ -111,7 +111,7 @@ class MeshSpec:
                 f"{world_size} ranks do not fill nodes of {ranks_per_node}; use whole nodes, or write the mesh out"
             )
         shards = ranks_per_node
-        for axis, size in inside.items():
+        for axis, size in node_axes.items():
             if not size or shards % size:
                 within = (
                     f"a node of {ranks_per_node} ranks"
@@ -121,7 +121,7 @@ class MeshSpec:
                 raise MeshError(f"{axis}={size} does not divide {within}; {sizes_text(axis, shards)}")
             shards //= size
         axes = {"dp_replicate": world_size // ranks_per_node, "dp_shard": shards}
-        return cls(axes | {axis: size for axis, size in inside.items() if size > 1}, ranks_per_node=ranks_per_node)
+        return cls(axes | {axis: size for axis, size in node_axes.items() if size > 1}, ranks_per_node=ranks_per_node)
 
     @classmethod
     def placed(cls, text: str, world_size: int, ranks_per_node: int) -> MeshSpec:
@@ -147,19 +147,19 @@ class MeshSpec:
         Raises:
             MeshError: the sizes do not multiply to ``world_size``.
         """
-        known = math.prod(size for size in self.axes.values() if size != -1)
+        sized = math.prod(size for size in self.axes.values() if size != -1)
         open_axis = next((name for name, size in self.axes.items() if size == -1), None)
-        if open_axis is not None and world_size % known:
+        if open_axis is not None and world_size % sized:
             raise MeshError(
-                f"mesh {self} infers {open_axis!r}, but {world_size} ranks cannot be divided by the {known} "
-                f"of the other axes; change one of them or start a multiple of {known} ranks"
+                f"mesh {self} infers {open_axis!r}, but {world_size} ranks cannot be divided by the {sized} "
+                f"of the other axes; change one of them or start a multiple of {sized} ranks"
             )
-        if open_axis is None and known != world_size:
+        if open_axis is None and sized != world_size:
             raise MeshError(
-                f"mesh {self} needs {known} ranks, got {world_size}; start {known} (torchrun --nproc-per-node), or "
+                f"mesh {self} needs {sized} ranks, got {world_size}; start {sized} (torchrun --nproc-per-node), or "
                 "change one axis, or set it to -1"
             )
-        axes = {name: world_size // known if size == -1 else size for name, size in self.axes.items()}
+        axes = {name: world_size // sized if size == -1 else size for name, size in self.axes.items()}
         return MeshSpec(axes, ranks_per_node=self.ranks_per_node)
 
     def shrunk(self, world_size: int) -> MeshSpec:
@@ -175,12 +175,12 @@ class MeshSpec:
         stay = {name: size for name, size in self.axes.items() if name not in data}
         if -1 in stay.values():
             raise MeshError(f"mesh {self} infers the size of an axis that is not a data axis; give its size")
-        known = math.prod(stay.values())
-        if world_size < 1 or world_size % known or (not data and world_size != known):
-            kept = ",".join(f"{name}={size}" for name, size in stay.items()) or "it"
-            needed = f"a multiple of {known}" if data else f"exactly {known}"
-            raise MeshError(f"mesh {self} cannot run on {world_size} ranks: {kept} needs {needed}")
-        rest = world_size // known
+        fixed = math.prod(stay.values())
+        if world_size < 1 or world_size % fixed or (not data and world_size != fixed):
+            fixed_text = ",".join(f"{name}={size}" for name, size in stay.items()) or "it"
+            needed = f"a multiple of {fixed}" if data else f"exactly {fixed}"
+            raise MeshError(f"mesh {self} cannot run on {world_size} ranks: {fixed_text} needs {needed}")
+        rest = world_size // fixed
         sizes = {data[0]: rest} if len(data) == 1 else {}
         if len(data) == 2:
             first, second = (
@@ -256,10 +256,10 @@ class MeshSpec:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the index of ``rank`` on every axis."""
-        place: dict[str, int] = {}
+        index: dict[str, int] = {}
         for name in reversed(list(self.axes)):
-            rank, place[name] = divmod(rank, self.axes[name])
-        return {name: place[name] for name in self.axes}
+            rank, index[name] = divmod(rank, self.axes[name])
+        return {name: index[name] for name in self.axes}
 
 
 def _built(device_type: str, axes: tuple[tuple[str, int], ...], *, own: bool) -> DeviceMesh:
@@ -297,8 +297,8 @@ def sizes_text(axis: str, number: int) -> str:
 
 def default_device_type() -> str:
     """Return the accelerator's device type where there is one, else ``"cpu"``."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def _parse(text: str) -> dict[str, int]:

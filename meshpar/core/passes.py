@@ -260,8 +260,8 @@ def unaveraged(passes: Iterable[Pass], mesh: MeshSpec) -> list[str]:
 def _data_axes(passes: list[Pass], mesh: MeshSpec) -> tuple[tuple[str, ...], list[str]]:
     """Return the axes over which data passes hold parameters, and the other axes whose ranks get other gradients."""
     data = axes_of([pass_ for pass_ in passes if pass_.stage == Stage.DATA], mesh, Role.SAMPLES)
-    others = axes_of(passes, mesh, Role.POSITIONS, Role.SAMPLES)
-    return data, [axis for axis in others if mesh.axes[axis] > 1 and axis not in data]
+    differing = axes_of(passes, mesh, Role.POSITIONS, Role.SAMPLES)
+    return data, [axis for axis in differing if mesh.axes[axis] > 1 and axis not in data]
 
 
 def seen_mesh(pass_: Pass, passes: Iterable[Pass], mesh: MeshSpec) -> MeshSpec:
@@ -275,10 +275,10 @@ def find_blocks(
     module: nn.Module, layout: ModelLayout, override: tuple[str, ...] | None = None
 ) -> list[tuple[str, nn.Module]]:
     """Return the blocks, innermost first, by the layout's patterns or ``override``, which may name a class."""
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for pattern in override if override is not None else layout.blocks:
-        found.update(_matching(module, pattern))
-    return sorted(found.items(), key=lambda item: -item[0].count("."))
+        blocks.update(_matching(module, pattern))
+    return sorted(blocks.items(), key=lambda item: -item[0].count("."))
 
 
 def block_problems(
@@ -292,10 +292,10 @@ def block_problems(
     """Yield patterns of blocks that match nothing, and missing ``required`` ones; ``owner``: the pass."""
     source = "layout block" if override is None else f"{owner}(blocks=...)"
     for pattern in override if override is not None else layout.blocks:
-        found = _matching(module, pattern)
-        if not found:
+        matching = _matching(module, pattern)
+        if not matching:
             yield unmatched(f"{source} {pattern!r}", pattern, module)
-        for name, child in found.items():
+        for name, child in matching.items():
             if not is_called(child):
                 kind = type(child).__name__
                 yield (

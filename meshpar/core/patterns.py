@@ -54,13 +54,13 @@ def covers(pattern: str, name: str) -> bool:
 @functools.lru_cache(maxsize=16)
 def modules_around(names: tuple[str, ...], patterns: tuple[str, ...]) -> dict[str, str]:
     """Return by name the innermost module around it, or itself, that one of ``patterns`` matches."""
-    found = dict[str, str]()
+    innermost = dict[str, str]()
     for name in names:
         parts = name.split(".")
         around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        if inside := [place for place in around if any(matches(pattern, place) for pattern in patterns)]:
-            found[name] = inside[-1]
-    return found
+        if matching := [prefix for prefix in around if any(matches(pattern, prefix) for pattern in patterns)]:
+            innermost[name] = matching[-1]
+    return innermost
 
 
 def find_modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
@@ -80,9 +80,9 @@ def shortest_patterns(names: Iterable[str], known: Iterable[str]) -> Iterator[st
             continue
         for pattern in _generalized(name):
             if pattern not in fits:
-                found = [other for other in known if matches(pattern, other)]
-                fits[pattern] = all(match in wanted for match in found)
-                covered.update(found if fits[pattern] else ())
+                matching = [other for other in known if matches(pattern, other)]
+                fits[pattern] = all(match in wanted for match in matching)
+                covered.update(matching if fits[pattern] else ())
             if fits[pattern]:
                 yield pattern
                 break

@@ -29,16 +29,16 @@ STREAMS = "meshpar.streams"
 
 @cache
 def _found(group: str) -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
+    entries: dict[str, EntryPoint] = {}
     own = __name__.partition(".")[0]
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.value.partition(".")[0] != own):
-        other = found.setdefault(entry.name, entry)
+        other = entries.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise MeshparError(
                 f"plugin {entry.name!r} of {group} is offered twice: {other.value} ({_package(other)}) "
                 f"and {entry.value} ({_package(entry)}); uninstall one of these packages"
             )
-    return found
+    return entries
 
 
 def _package(entry: EntryPoint) -> str:
@@ -57,14 +57,14 @@ def offered(group: str) -> list[str]:
 
 def plugin(group: str, name: str) -> Any:  # noqa: ANN401 - what the package offers
     """Import and return one plugin; MeshparError where none has the name, two have it, or its import fails."""
-    found = _found(group)
-    if name not in found:
-        raise MeshparError(f"no plugin {name!r} in {group}; {suggestion(name, found)}")
+    entries = _found(group)
+    if name not in entries:
+        raise MeshparError(f"no plugin {name!r} in {group}; {suggestion(name, entries)}")
     try:
-        return found[name].load()
+        return entries[name].load()
     except (ImportError, AttributeError) as error:
         raise MeshparError(
-            f"plugin {name!r} of {group} ({found[name].value}, {_package(found[name])}) cannot be imported: {error}"
+            f"plugin {name!r} of {group} ({entries[name].value}, {_package(entries[name])}) cannot be imported: {error}"
         ) from error
 
 
@@ -87,12 +87,12 @@ class Kind:
         """Return the plugin called ``name``, or the class at the import path ``name``, if it is of this kind."""
         if self.group and "." not in name:
             return plugin(self.group, name)
-        found = imported(name)
-        defined = {method for cls in found.__mro__ for method in vars(cls)} if isinstance(found, type) else set[str]()
-        if not isinstance(found, type) or not issubclass(found, self.base) or not defined.issuperset(self.methods):
-            what = "class" if isinstance(found, type) else type(found).__name__
+        value = imported(name)
+        defined = {method for cls in value.__mro__ for method in vars(cls)} if isinstance(value, type) else set[str]()
+        if not isinstance(value, type) or not issubclass(value, self.base) or not defined.issuperset(self.methods):
+            what = "class" if isinstance(value, type) else type(value).__name__
             raise MeshparError(f"{name} is a {what}; expected {self.words}")
-        return found
+        return value
 
 
 PASS = Kind("a subclass of meshpar.Pass", Pass, group=PASSES)
@@ -134,9 +134,9 @@ def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
 
 def layout_for(module: nn.Module) -> ModelLayout:
     """Return the module's ``meshpar_layout()``, else that of the first plugin that knows it, else its lists."""
-    own = getattr(module, "meshpar_layout", None)
-    if callable(own):
-        layout = own()
+    describe = getattr(module, "meshpar_layout", None)
+    if callable(describe):
+        layout = describe()
         if not isinstance(layout, ModelLayout):
             raise LayoutError(
                 f"{type(module).__name__}.meshpar_layout() returned {type(layout).__name__}; expected a ModelLayout"
@@ -151,16 +151,16 @@ def layout_for(module: nn.Module) -> ModelLayout:
 
 def _repeated(module: nn.Module) -> Iterator[str]:
     """Yield the names of blocks: what is called in each outermost list of like modules, but for lists of vectors."""
-    inside: list[str] = []
+    prefixes: list[str] = []
     for name, child in module.named_modules():
-        if any(name.startswith(outer) for outer in inside) or not isinstance(child, nn.ModuleList | nn.Sequential):
+        if any(name.startswith(outer) for outer in prefixes) or not isinstance(child, nn.ModuleList | nn.Sequential):
             continue
         entries = [
             grandchild for grandchild in child._modules.values() if grandchild is not None
         ]  # None holds the place of a layer that is left out
         if len(entries) > 1 and len({type(entry) for entry in entries}) == 1:
             prefix = f"{name}." if name else ""
-            inside.append(prefix)
+            prefixes.append(prefix)
             yield from (
                 f"{prefix}{path}"
                 for path, block in _called(child)
@@ -186,5 +186,5 @@ def untied(module: nn.Module, names: Iterable[str]) -> Iterator[str]:
         for parameter in block.parameters():
             owners.setdefault(id(parameter), set()).add(name)
     tied = set().union(*(names for names in owners.values() if len(names) > 1))
-    own = [name for name, block in blocks.items() if name not in tied and any(True for _ in block.parameters())]
-    yield from shortest_patterns(own, every)
+    separate = [name for name, block in blocks.items() if name not in tied and any(True for _ in block.parameters())]
+    yield from shortest_patterns(separate, every)

@@ -58,8 +58,8 @@ class Resolved:
     @property
     def same(self) -> tuple[str, ...]:
         """The axes of ``held`` with more than one rank whose ranks compute the same samples together."""
-        others = (*self.averaged, *self.roles[Role.LAYERS])
-        return tuple(axis for axis, size in self.held.axes.items() if size > 1 and axis not in others)
+        excluded = (*self.averaged, *self.roles[Role.LAYERS])
+        return tuple(axis for axis, size in self.held.axes.items() if size > 1 and axis not in excluded)
 
     @property
     def splits_sequence(self) -> bool:

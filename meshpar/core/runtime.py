@@ -178,10 +178,10 @@ def hosts() -> dist.ProcessGroup:
         return world
     from meshpar._torch.groups import open_groups
 
-    known = next(
+    group_of_hosts = next(
         (group for group in open_groups() if group.group_desc == _HOSTS and group.size() == world.size()), None
     )
-    return known or new_host_group(_HOSTS)
+    return group_of_hosts or new_host_group(_HOSTS)
 
 
 def new_host_group(name: str, timeout_s: float | None = None, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
@@ -191,19 +191,19 @@ def new_host_group(name: str, timeout_s: float | None = None, ranks: Sequence[in
     bound = shared_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
     with connecting_lazily():
         backend = None if is_simulated() else "gloo"
-        made: Any = dist.new_group(ranks, backend=backend, group_desc=name, timeout=bound)
-    return made
+        new_group: Any = dist.new_group(ranks, backend=backend, group_desc=name, timeout=bound)
+    return new_group
 
 
 @contextmanager
 def connecting_lazily() -> Iterator[None]:
     """Let each two ranks of the gloo groups that are made in the block connect when they first exchange something."""
-    given = _LAZILY in os.environ
+    was_set = _LAZILY in os.environ
     os.environ.setdefault(_LAZILY, "1")
     try:
         yield
     finally:
-        if not given:
+        if not was_set:
             os.environ.pop(_LAZILY, None)
 
 

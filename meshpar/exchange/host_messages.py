@@ -137,12 +137,14 @@ class LargestByHops:
         rank, size, largest = self._messages.rank, self._messages.size, self._largest
         try:
             for tag, distances in enumerate(hops(size, self._most), self._first_tag):
-                came = [torch.empty_like(largest) for _ in distances]
-                works = [self._messages.receive(into, (rank - far) % size, tag) for far, into in zip(distances, came)]
+                received = [torch.empty_like(largest) for _ in distances]
+                works = [
+                    self._messages.receive(into, (rank - far) % size, tag) for far, into in zip(distances, received)
+                ]
                 works += [self._messages.send(largest, (rank + far) % size, tag) for far in distances]
                 for work in works:
                     work.wait()
-                largest = torch.stack([largest, *came]).amax(0)
+                largest = torch.stack([largest, *received]).amax(0)
             self._end.set_result(largest)
         except BaseException as error:  # noqa: BLE001 - raised again by the reader
             self._end.set_exception(error)

@@ -65,8 +65,10 @@ def check_replicas(state: Mapping[str, Tensor], held: MeshSpec, *, other_names: 
         tensors, split, has = _of_all_ranks(tensors, split)
     groups = {
         name: [
-            hash((tuple(place[axis] for axis in axes if axis in place), *has.get(name, ())[rank : rank + 1]))
-            for rank, place in enumerate(places)
+            hash(
+                (tuple(coordinates[axis] for axis in axes if axis in coordinates), *has.get(name, ())[rank : rank + 1])
+            )
+            for rank, coordinates in enumerate(places)
         ]
         for name, axes in split.items()
     }
@@ -77,19 +79,19 @@ def _of_all_ranks(
     tensors: Mapping[str, Tensor], split: Mapping[str, Collection[str]]
 ) -> tuple[dict[str, Tensor], dict[str, Collection[str]], dict[str, list[bool]]]:
     """Return tensors and their split axes under all ranks' names, and which ranks have each. Collective."""
-    mine = {name: (tensor.dtype, tuple(split[name])) for name, tensor in tensors.items()}
+    own_kinds = {name: (tensor.dtype, tuple(split[name])) for name, tensor in tensors.items()}
     every: list[dict[str, tuple[torch.dtype, tuple[str, ...]]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, mine, group=runtime.hosts())
-    known = {name: kind for rank in every for name, kind in rank.items()}
-    named = {name: tensors.get(name, torch.empty(0, dtype=dtype)) for name, (dtype, _) in known.items()}
-    axes: dict[str, Collection[str]] = {name: axes for name, (_, axes) in known.items()}
-    return named, axes, {name: [name in rank for rank in every] for name in known}
+    dist.all_gather_object(every, own_kinds, group=runtime.hosts())
+    kinds = {name: kind for rank in every for name, kind in rank.items()}
+    named = {name: tensors.get(name, torch.empty(0, dtype=dtype)) for name, (dtype, _) in kinds.items()}
+    axes: dict[str, Collection[str]] = {name: axes for name, (_, axes) in kinds.items()}
+    return named, axes, {name: [name in rank for rank in every] for name in kinds}
 
 
 def _first_with_the_same(numbers: Sequence[int]) -> Tensor:
     """Return for each place the first with an equal number."""
     first: dict[int, int] = {}
-    return torch.tensor([first.setdefault(number, place) for place, number in enumerate(numbers)], device="cpu")
+    return torch.tensor([first.setdefault(number, index) for index, number in enumerate(numbers)], device="cpu")
 
 
 def _gathered(mine: Tensor) -> Tensor:
@@ -102,8 +104,8 @@ def _gathered(mine: Tensor) -> Tensor:
 def _check_same_names(tensors: Mapping[str, Tensor], what: str, guards: Sequence[str]) -> None:
     """Refuse names that differ between ranks, and guards of some ranks alone, which would wait for others."""
     listed = "\n".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items()), "\n".join(guards)
-    mine = [byte for text in listed for byte in hashlib.blake2b(text.encode(), digest_size=8).digest()]
-    every = _gathered(torch.tensor(mine, device="cpu"))
+    own_bytes = [byte for text in listed for byte in hashlib.blake2b(text.encode(), digest_size=8).digest()]
+    every = _gathered(torch.tensor(own_bytes, device="cpu"))
     names, offered = (every != every[0]).split(8, dim=1)
     if offered.any():
         _refuse_guards(guards)

@@ -77,11 +77,11 @@ class Largest:
 
 def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
     """Return of each 64-bit number whether all ranks of the groups have the same. Collective; reading waits."""
-    both = torch.cat([values, ~values])
+    spans = torch.cat([values, ~values])
     for group in groups:
-        both = Largest(both, group).read()
-    most, inverse = both.view(2, -1).tolist()
-    return [high == ~low for high, low in zip(most, inverse)]
+        spans = Largest(spans, group).read()
+    largest, inverse = spans.view(2, -1).tolist()
+    return [high == ~low for high, low in zip(largest, inverse)]
 
 
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -169,17 +169,17 @@ class Ranks:
         places: list[Any] = [here] * len(ranks)
         with suppress(RuntimeError):  # of a rank that met this one by another exchange
             dist.all_gather_object(places, here, self.hosts)
-        others = {said: rank for rank, said in reversed(list(zip(ranks, places, strict=True))) if said != here}
-        return ", ".join([f"this rank is at {here}", *(f"rank {rank} at {said}" for said, rank in others.items())])
+        elsewhere = {said: rank for rank, said in reversed(list(zip(ranks, places, strict=True))) if said != here}
+        return ", ".join([f"this rank is at {here}", *(f"rank {rank} at {said}" for said, rank in elsewhere.items())])
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Check that all ranks are at one place; return of each number whether all have the same. Collective."""
         if self.hosts.size() == 1:
             return [True] * len(numbers)
         tag = self._tag(place)
-        mine = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))], device="cpu")
+        numbers_here = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))], device="cpu")
         try:
-            here, *agree = _spans(mine, self.hosts)
+            here, *agree = _spans(numbers_here, self.hosts)
         except RuntimeError as error:
             raise MeshparError(
                 f"this rank is at {place} ({line_of_user()}), and the other ranks did not come there in time; call the "
@@ -207,8 +207,8 @@ class GradientMarks:
 
     def check(self) -> list[int]:
         """Wait for the exchange, and return the largest mark of each parameter; MeshparError on every rank alike."""
-        (most_counted, *most), (least_counted, *least) = self._both.read().view(2, -1).tolist()
-        if any(high and not -low for high, low in zip(most, least)):
+        (most_counted, *largest), (least_counted, *smallest) = self._both.read().view(2, -1).tolist()
+        if any(high and not -low for high, low in zip(largest, smallest)):
             without = [
                 name
                 for (name, parameter), mark in zip(self._trained, self._marks)
@@ -224,10 +224,10 @@ class GradientMarks:
                 "ranks took different steps: other settings of an optimizer (a learning rate that follows a rank's "
                 "own loss), or another number of steps; step on every rank alike"
             )
-        return most
+        return largest
 
 
 def _spans(mine: Tensor, hosts: dist.ProcessGroup) -> list[tuple[int, int]]:
     """Return of each number the largest and the least of all ranks."""
-    most, least = Largest(torch.cat([mine, -mine]), hosts).read().view(2, -1).tolist()
-    return [(high, -low) for high, low in zip(most, least)]
+    largest, smallest = Largest(torch.cat([mine, -mine]), hosts).read().view(2, -1).tolist()
+    return [(high, -low) for high, low in zip(largest, smallest)]

@@ -18,10 +18,10 @@ from meshpar.step.moment import Guard, Guarded
 
 def own_guards(guarded: Guarded) -> tuple[list[Guard], list[Guard]]:
     """Return meshpar's guards of a module, to run before and after those of other packages; none is an entry point."""
-    left, divided = guarded.facts.find(LeftGradients), guarded.resolved.divided
-    assert left is not None, "every plan with guards has it"
+    left_gradients, divided = guarded.facts.find(LeftGradients), guarded.resolved.divided
+    assert left_gradients is not None, "every plan with guards has it"
     placed = PlacedParameters(guarded)
-    first: list[Guard] = [placed, UnfinishedSteps(left), RecomputedBuffers(guarded), Optimizers(guarded)]
+    first: list[Guard] = [placed, UnfinishedSteps(left_gradients), RecomputedBuffers(guarded), Optimizers(guarded)]
     first += [StageNumbers(guarded)] if divided(Role.LAYERS) else []
     first += [WholeSequences(guarded)] if divided(Role.POSITIONS) else []
     first += [WrittenInForward(guarded), Reentrant()]

@@ -289,8 +289,8 @@ def _predictable(guarded: Guarded) -> bool:
 def _number_of(predicted: Sequence[nn.Module], units: Units) -> int:
     """Return a digest of the units that a forward will call, and of the parameters that are trained in each."""
     modules: list[nn.Module] = [*units.modules]
-    places = {unit: place for place, unit in enumerate(modules)}
-    trained = "".join(f"{place}:{units.trained(unit)} " for unit, place in places.items())
+    places = {unit: number for number, unit in enumerate(modules)}
+    trained = "".join(f"{number}:{units.trained(unit)} " for unit, number in places.items())
     return 1 + zlib.crc32(f"{[places[unit] for unit in predicted]} {trained}".encode())
 
 

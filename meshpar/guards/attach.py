@@ -28,9 +28,9 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
     module, resolved, facts = guarded.module, guarded.resolved, guarded.facts
     if not resolved.passes and dist.get_world_size() == 1 and not registry.names(registry.GUARDS):
         return Run(guarded, ())
-    left = LeftGradients(module, guarded.units)
-    facts.add([left])
-    moments: list[Moment] = [left, *(moment for one in installed for moment in one.moments)]
+    left_gradients = LeftGradients(module, guarded.units)
+    facts.add([left_gradients])
+    moments: list[Moment] = [left_gradients, *(moment for of_pass in installed for moment in of_pass.moments)]
     moments += [GradientHooks(guarded.units)] if guarded.units.modules else []
     moments += [OptimizerStates(of_some_layers=bool(resolved.divided(Role.LAYERS)))]
     if guarded.guards == "off":
@@ -45,8 +45,8 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
         one_process(run, inside_a_call)
         _check_calls(run)
     refuse_copies(module, patch=guarded.guards != "off")
-    for one in installed:
-        for put_around in one.outermost:
+    for of_pass in installed:
+        for put_around in of_pass.outermost:
             put_around()
     return run
 

@@ -91,8 +91,8 @@ class Backwards(Guard):
 
     def _versions_now(self) -> Versions:
         """Return numbers that change when somebody writes parameters, other than by ``.data``."""
-        held = self._units.shards() if self._units.modules else self._placed.parameters
-        return [(tensor, tensor._version) for tensor in held]
+        parameters = self._units.shards() if self._units.modules else self._placed.parameters
+        return [(tensor, tensor._version) for tensor in parameters]
 
     def _refuse_written(self, versions: Versions) -> None:
         written = _written_since(versions)

@@ -188,19 +188,19 @@ class Explanation:
 
 def _is_part(text: str, ranks: int) -> bool:
     """Return whether an error is about two sizes of which one is a rank's part of the other."""
-    found = re.search(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)", text)
-    if found is None:
+    sizes = re.search(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)", text)
+    if sizes is None:
         return False
-    one, other = sorted(map(int, found.groups()))
-    return one * ranks == other
+    smaller, larger = sorted(map(int, sizes.groups()))
+    return smaller * ranks == larger
 
 
 def _frames(trace: TracebackType | None) -> Any:
     """Yield (self, source line or '' in code of torch's and ours) of every frame, outermost first."""
     while trace is not None:
         frame = trace.tb_frame
-        inside = frame.f_globals.get("__name__", "")
-        own_code = not inside.startswith(
+        frame_module = frame.f_globals.get("__name__", "")
+        own_code = not frame_module.startswith(
             ("torch.", "meshpar.passes", "meshpar.step.", "meshpar.tensors.", "meshpar.guards.explain")
         )
         where = f"{frame.f_code.co_filename}:{trace.tb_lineno}" if own_code else ""
@@ -209,15 +209,15 @@ def _frames(trace: TracebackType | None) -> Any:
 
 
 def _placements(module: nn.Module) -> str:
-    held = []
+    texts = []
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-            held.append(
+            texts.append(
                 f"{name} {tuple(parameter.shape)} as {', '.join(f'{axis}:{placement}' for axis, placement in axes)}"
             )
         else:
-            held.append(f"{name} {tuple(parameter.shape)} whole")
-        if len(held) == 4:
+            texts.append(f"{name} {tuple(parameter.shape)} whole")
+        if len(texts) == 4:
             break
-    return "; ".join(held) or "no parameters"
+    return "; ".join(texts) or "no parameters"

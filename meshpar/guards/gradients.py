@@ -99,15 +99,17 @@ def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> No
 
 def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup, device_type: str) -> list[str]:
     """Return whole parameters whose gradients' norms differ over ``group`` by more than rounding. Collective."""
-    kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad and axis not in sharded_axes(p)]
-    if not kept:
+    whole_parameters = [
+        (name, p) for name, p in module.named_parameters() if p.requires_grad and axis not in sharded_axes(p)
+    ]
+    if not whole_parameters:
         return []
-    norms = torch.stack([_norm(parameter).to(device_type) for _, parameter in kept])
-    most, least = norms.clone(), norms.neg()
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    dist.all_reduce(least, dist.ReduceOp.MAX, group)
-    odd = (most + least) > _RELATIVE * most + _FLOOR * most.max()
-    return [name for (name, _), differs in zip(kept, odd.tolist(), strict=True) if differs]
+    norms = torch.stack([_norm(parameter).to(device_type) for _, parameter in whole_parameters])
+    largest, smallest = norms.clone(), norms.neg()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    dist.all_reduce(smallest, dist.ReduceOp.MAX, group)
+    odd = (largest + smallest) > _RELATIVE * largest + _FLOOR * largest.max()
+    return [name for (name, _), differs in zip(whole_parameters, odd.tolist(), strict=True) if differs]
 
 
 def _norm(parameter: torch.Tensor) -> torch.Tensor:

@@ -56,17 +56,17 @@ class Losses(Guard):
             if isinstance(root, Tensor) and not isinstance(root, DTensor) and root.numel() == 1
         ]
         kind = max((loss.dtype for loss in plain), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
-        mine = torch.zeros((), device=self._device, dtype=torch.float64)
+        total = torch.zeros((), device=self._device, dtype=torch.float64)
         for loss in plain:
-            mine += loss.reshape(()).to(self._device, torch.float64).nan_to_num(-1e300)
+            total += loss.reshape(()).to(self._device, torch.float64).nan_to_num(-1e300)
         allowed = torch.finfo(kind).eps * (_QUEUED_ROUNDINGS if runtime.queues(self._device) else _ROUNDINGS)
         for axis, group in self._groups.items():
-            most, least = Largest(torch.stack([mine, -mine]), group).read().tolist()
-            least = -least
-            if most != least and not most - least <= allowed * max(abs(most), abs(least), _LEAST):
+            high, low = Largest(torch.stack([total, -total]), group).read().tolist()
+            low = -low
+            if high != low and not high - low <= allowed * max(abs(high), abs(low), _LEAST):
                 raise ParallelError(
                     f"ranks of {axis} compute the same samples together, but their backward starts from different "
-                    f"losses: from {least:.6g} to {most:.6g}, here {mine.item():.6g}. Give collectives of your own in "
+                    f"losses: from {low:.6g} to {high:.6g}, here {total.item():.6g}. Give collectives of your own in "
                     "a loss or a hook group=par.data_group, whose ranks have different samples. Where a value made "
                     "inside of a split module entered the loss by another way than the module's output (an attribute, "
                     "a list, a hook), each rank has that of its own heads or features; leave that module and the "

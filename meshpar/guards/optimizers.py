@@ -26,16 +26,18 @@ class Optimizers(Guard):
     def __init__(self, guarded: Guarded) -> None:
         self._stages = bool(guarded.resolved.divided(Role.LAYERS))
         self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._replaced = {id(parameter): known for known in guarded.replaced if (parameter := known()) is not None}
+        self._replaced = {
+            id(parameter): reference for reference in guarded.replaced if (parameter := reference()) is not None
+        }
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._refuse_replaced(optimizer, held)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._refuse_replaced(optimizer, parameters)
         if trains and self._stages and optimizer not in self._tried:
             check_separable(optimizer)
             self._tried.add(optimizer)
         if trains:
-            _refuse_flattening(optimizer, held)
+            _refuse_flattening(optimizer, parameters)
 
     def _refuse_replaced(self, optimizer: Optimizer, held: list[Tensor]) -> None:
         """Refuse an optimizer of parameters that the module no longer has."""

@@ -57,15 +57,15 @@ class PlacedParameters(Guard):
 
     def _now(self) -> list[object]:
         """Return the class, parameters and children of each module, by identity: every forward asks for them."""
-        found = list[object]()
+        identities = list[object]()
         for child, _ in self._held:
-            found.append(type(child))
+            identities.append(type(child))
             if parameters := child._parameters:
-                found += parameters
-                found += map(id, parameters.values())
-            if inside := child._modules:
-                found += map(id, inside.values())
-        return found
+                identities += parameters
+                identities += map(id, parameters.values())
+            if children := child._modules:
+                identities += map(id, children.values())
+        return identities
 
     def _check(self) -> None:
         """Refuse parameters other than the plan's. Loading with ``assign=True`` hands units other ones."""
@@ -74,13 +74,13 @@ class PlacedParameters(Guard):
             return
         now = dict(self._module.named_parameters(remove_duplicate=False))
         sharded = set(map(id, self._units.shards()))
-        known = {*self._names.values(), *sharded, *self._assigned(now, sharded)}
-        if names := [name for name, value in now.items() if id(value) not in known]:
-            came = "was replaced by another tensor" if names[0] in self._names else "came into the module"
+        accepted = {*self._names.values(), *sharded, *self._assigned(now, sharded)}
+        if names := [name for name, value in now.items() if id(value) not in accepted]:
+            event = "was replaced by another tensor" if names[0] in self._names else "came into the module"
             new = self._new_modules(names)
             self._check_sizes(new)
             raise ParallelError(
-                f"{', '.join(names[:6])} {came} after plan.apply: no pass places it or reduces its gradient. "
+                f"{', '.join(names[:6])} {event} after plan.apply: no pass places it or reduces its gradient. "
                 + (
                     f"Put {', '.join(new)} into the model before plan.apply and materialize; {REBUILD}"
                     if new
@@ -90,13 +90,13 @@ class PlacedParameters(Guard):
                     "(par.averaged(decay) evaluates averages)"
                 )
             )
-        held: dict[int, set[str]] = {}
+        last_names: dict[int, set[str]] = {}
         for name, value in now.items():
-            held.setdefault(id(value), set()).add(name.rpartition(".")[2])
+            last_names.setdefault(id(value), set()).add(name.rpartition(".")[2])
         gone = [
             name
             for name, number in self._names.items()
-            if name.rpartition(".")[2] not in held.get(number, ()) and name not in now
+            if name.rpartition(".")[2] not in last_names.get(number, ()) and name not in now
         ]
         if gone := gone or _tied_since(self._names, now):
             raise ParallelError(
@@ -135,10 +135,10 @@ class PlacedParameters(Guard):
                 if new in self.modules:
                     continue
                 for leaf, layer in new.named_children():
-                    sizes, held = _features(layer), _held_features(layer)
-                    if layer in self.modules and held and held == _features(new) != sizes:
+                    sizes, part = _features(layer), _held_features(layer)
+                    if layer in self.modules and part and part == _features(new) != sizes:
                         raise ParallelError(
-                            f"{inner} was built for {held[1]} x {held[0]} features, this rank's part of the weight of "
+                            f"{inner} was built for {part[1]} x {part[0]} features, this rank's part of the weight of "
                             f"{inner}.{leaf}, which has {sizes[1]} x {sizes[0]}; build it before plan.apply. For LoRA, "
                             "call layout = meshpar.training.add_adapters(model, meshpar.training.LoRA(...)) and "
                             "plan.apply(model, layout), which trains adapters on every mesh; where no pass splits "
@@ -147,13 +147,13 @@ class PlacedParameters(Guard):
 
     def _new_modules(self, names: Iterable[str]) -> list[str]:
         """Return the outermost new modules in which parameters called ``names`` are, or were."""
-        found = {}
+        outermost = {}
         for name in names:
             parts = name.split(".")
             around = [".".join(parts[:end]) for end in range(1, len(parts))]
             new = [module for module in around if self._is_new(module)]
-            found.update(dict.fromkeys(new[:1]))
-        return list(found)
+            outermost.update(dict.fromkeys(new[:1]))
+        return list(outermost)
 
     def _is_new(self, name: str) -> bool:
         try:
@@ -186,5 +186,5 @@ def _alike(one: object, other: object) -> bool:
 def _tied_since(names: Mapping[str, int], now: Mapping[str, nn.Parameter]) -> list[str]:
     """Return names whose parameters were apart and are one now."""
     firsts: dict[int, str] = {}
-    kept = [(name, value) for name, value in now.items() if name in names]
-    return [name for name, value in kept if names[name] != names[firsts.setdefault(id(value), name)]]
+    remaining = [(name, value) for name, value in now.items() if name in names]
+    return [name for name, value in remaining if names[name] != names[firsts.setdefault(id(value), name)]]

@@ -279,8 +279,8 @@ class StageNumbers(Guard):
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer holds parameters of the module."""
-        own = set(map(id, self._parameters()))
-        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        ids = set(map(id, self._parameters()))
+        return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
 
     def has_memory_of(self, tensors: Iterable[Any]) -> bool:
         """Return whether one of some tensors has the memory of a parameter."""
@@ -343,10 +343,10 @@ def _refuse_empty(kind: str) -> None:
 
 
 def _refuse_loaded(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    given = [len(group["params"]) for group in state.get("param_groups", ())]
-    held = [len(group["params"]) for group in optimizer.param_groups]
-    if given != held and any(guard.holds(optimizer) for guard in list(StageNumbers._living)):
+    stored = [len(group["params"]) for group in state.get("param_groups", ())]
+    fitting = [len(group["params"]) for group in optimizer.param_groups]
+    if stored != fitting and any(guard.holds(optimizer) for guard in list(StageNumbers._living)):
         raise MeshparError(
-            f"this optimizer's state is of {sum(given)} parameters, expected {sum(held)}, those of this stage of pp; "
+            f"this optimizer's state is of {sum(stored)} parameters, expected {sum(fitting)}, those of this stage of pp; "
             "save and restore it by meshpar.checkpoints.CheckpointManager, which any mesh can read"
         )

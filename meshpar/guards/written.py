@@ -60,8 +60,8 @@ class RecomputedBuffers(Guard):
         self._before: list[tuple[nn.Module, str, Tensor, int]] = []
         recomputed = guarded.facts.find(Recomputed)
         blocks = () if recomputed is None else recomputed.blocks
-        inside = [child for block in blocks for child in block.modules()]
-        self._recomputed = [child for child in inside if child._buffers and not isinstance(child, BatchNorm)]
+        children = [child for block in blocks for child in block.modules()]
+        self._recomputed = [child for child in children if child._buffers and not isinstance(child, BatchNorm)]
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._before = list(self._buffers()) if torch.is_grad_enabled() else []

@@ -67,8 +67,10 @@ class ModuleOnMesh:
         """
         ranks: dict[tuple[int, ...], list[int]] = {}
         for rank in range(dist.get_world_size()):
-            place = self.spec.coordinates(rank)
-            ranks.setdefault(tuple(place[axis] for axis in place if axis not in self.data_axes), []).append(rank)
+            coordinates = self.spec.coordinates(rank)
+            ranks.setdefault(tuple(coordinates[axis] for axis in coordinates if axis not in self.data_axes), []).append(
+                rank
+            )
         self.run.agree("par.data_group")
         group, _ = dist.new_subgroups_by_enumeration(list(ranks.values()))
         share_timeout([group])
@@ -86,8 +88,8 @@ class ModuleOnMesh:
     @property
     def loss_rank(self) -> int:
         """Index of this rank's loss, from 0 to ``loss_size`` - 1."""
-        held = self.resolved.held.axes
-        return self._index(axis for axis in self.spec.axes if axis in self.data_axes or axis not in held)
+        held_axes = self.resolved.held.axes
+        return self._index(axis for axis in self.spec.axes if axis in self.data_axes or axis not in held_axes)
 
     def _index(self, axes: Iterable[str]) -> int:
         """Return the index of this rank among those that differ on ``axes``, outermost first."""
@@ -133,18 +135,22 @@ class ModuleOnMesh:
         for moment in self.run.moments:
             moment.before_split(batch)
         tensors = with_positions(batch, dim)
-        mine = torch.arange(tensors[0].shape[dim])
+        own_positions = torch.arange(tensors[0].shape[dim])
         for splitter, axis in self._splitters:
-            mine = mine[positions(splitter, len(mine), axis, self.spec.axes[axis], self._place[axis])]
+            own_positions = own_positions[
+                positions(splitter, len(own_positions), axis, self.spec.axes[axis], self._place[axis])
+            ]
         if dim == 1:
-            self.run.lengths.add(len(mine))
-        part = selected(batch, mine, dim)
+            self.run.lengths.add(len(own_positions))
+        part = selected(batch, own_positions, dim)
         counts = (
             self.layout.attention.counts_positions
             or "position_ids" not in inspect.signature(self.module.forward).parameters
         )
         if isinstance(part, dict) and "position_ids" not in part and not counts:
-            part["position_ids"] = mine.to(tensors[0].device, non_blocking=True)[None].expand(tensors[0].shape[0], -1)
+            part["position_ids"] = own_positions.to(tensors[0].device, non_blocking=True)[None].expand(
+                tensors[0].shape[0], -1
+            )
         return cast("Values", part)
 
     def manual_seed(self, seed: int) -> None:

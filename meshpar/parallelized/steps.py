@@ -217,9 +217,11 @@ class TrainingSteps(ModuleOnMesh):
         self.reshard()
         places: Mapping[str, str] = {}
         if modules:  # in the same order on every stage
-            own = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
-            others = [name for name, tensor in tensors_elsewhere(self.run).items() if isinstance(tensor, nn.Parameter)]
-            places = modules_around(tuple(sorted({*own, *others})), tuple(modules))
+            own_names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
+            elsewhere = [
+                name for name, tensor in tensors_elsewhere(self.run).items() if isinstance(tensor, nn.Parameter)
+            ]
+            places = modules_around(tuple(sorted({*own_names, *elsewhere})), tuple(modules))
             if lost := [one for one in modules if not any(matches(one, place) for place in places.values())]:
                 raise MeshparError(unmatched(f"module {lost[0]!r}", lost[0], self.module))
         row = {name: number for number, name in enumerate(["", *dict.fromkeys(places.values())])}

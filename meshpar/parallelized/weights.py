@@ -106,9 +106,9 @@ class ModuleWeights(ModuleOnMesh):
 
         Collective where ``tensor`` is divided: every rank that holds a part of it calls it.
         """
-        found = whole(tensor)
-        plain: Callable[[], Tensor] | None = getattr(found, "meshpar_plain", None)  # of a stage: see its guard
-        return found if plain is None else plain()
+        gathered = whole(tensor)
+        plain: Callable[[], Tensor] | None = getattr(gathered, "meshpar_plain", None)  # of a stage: see its guard
+        return gathered if plain is None else plain()
 
     def state_dict(self, *, full: bool = False, everywhere: bool = False) -> dict[str, Any]:
         """Return the module's state: this rank's shards as DTensors, or whole tensors in host memory.
@@ -159,13 +159,13 @@ class ModuleWeights(ModuleOnMesh):
                 device's memory, then run ``with par.offloaded(): pass``.
         """
         self.reshard()
-        module, given = self.module, [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        module, optimizers = self.module, [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         tensors = [*module.parameters(), *module.buffers()]
         tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
         tensors += averages_of(module)
         if (shards := self.run.find(ReplicaShards)) is not None:
             tensors += shards.held()
-        states = [state for one in given for state in one.state.values()]
+        states = [state for one in optimizers for state in one.state.values()]
         tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return on_the_host(module, tensors, self.device)
 

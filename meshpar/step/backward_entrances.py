@@ -63,8 +63,8 @@ class Entrances:
     def _mark(self, owner: UnitRun | None) -> None:
         if self._thread != threading.get_ident():  # each thread numbers its own nodes
             self._thread, self._stepped = threading.get_ident(), 0
-            for known in (self._numbers, self._owners, self._outermost, self._exits, self._hooked):
-                known.clear()
+            for numbered in (self._numbers, self._owners, self._outermost, self._exits, self._hooked):
+                numbered.clear()
         number = next_node()
         if self._numbers and self._numbers[-1] == number:  # no node came between
             self._owners[-1] = owner
@@ -139,8 +139,8 @@ class Entrances:
         return bool(self._numbers) and not self._open and self._thread == threading.get_ident()
 
     def _owner(self, number: int) -> UnitRun | None:
-        place = bisect_right(self._numbers, number) - 1
-        return self._owners[place] if place >= 0 else None
+        index = bisect_right(self._numbers, number) - 1
+        return self._owners[index] if index >= 0 else None
 
     def _hook(self, node: Any, number: int, owner: nn.Module) -> None:
         if number < self._stepped:

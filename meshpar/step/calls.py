@@ -45,8 +45,8 @@ def watch_compiled() -> Undo:
 
 def compiled_form(module: nn.Module) -> nn.Module:
     """Return what ``torch.compile(module)`` returned and somebody still has, else the module."""
-    known = _COMPILED.get(module)
-    form = known() if known is not None else None
+    reference = _COMPILED.get(module)
+    form = reference() if reference is not None else None
     return module if form is None else form
 
 

@@ -57,14 +57,14 @@ def set_forward(
     module: Any, forward: Callable[..., Any], *, reads_parameters: bool = False, stays: bool = False
 ) -> None:
     """Let ``module`` compute by ``forward``; ``stays``: also where the module computes as it was written."""
-    known = record(module)
-    if known.forward is None:
-        known.before = module.__dict__.get("forward")
-    known.forward = functools.update_wrapper(forward, module.forward)
+    changes = record(module)
+    if changes.forward is None:
+        changes.before = module.__dict__.get("forward")
+    changes.forward = functools.update_wrapper(forward, module.forward)
     if stays:
-        known.before = known.forward
-    known.reads_parameters |= reads_parameters
-    module.forward = known.forward
+        changes.before = changes.forward
+    changes.reads_parameters |= reads_parameters
+    module.forward = changes.forward
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
@@ -75,23 +75,23 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return a ``forward`` that somebody else put on this instance; None where its class's computes."""
-    known, forward = installed(module), module.__dict__.get("forward")
-    if known is None or known.forward is None:
+    changes, forward = installed(module), module.__dict__.get("forward")
+    if changes is None or changes.forward is None:
         return forward
-    return known.before if forward is known.forward else forward
+    return changes.before if forward is changes.forward else forward
 
 
 @contextmanager
 def in_place_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Let ``module`` compute something else (a loss, not logits) during a call of its model; trials do not see it."""
-    known, own = record(module), module.__dict__.get("forward")
-    known.aside.append(own)
+    changes, instance_forward = record(module), module.__dict__.get("forward")
+    changes.aside.append(instance_forward)
     module.forward = forward
     try:
         yield
     finally:
-        known.aside.pop()
-        _put(module, own)
+        changes.aside.pop()
+        _put(module, instance_forward)
 
 
 def own_state(module: nn.Module) -> dict[str, Any]:

@@ -125,8 +125,8 @@ class GatheredWeights(Moment):
                     "after par.backward"
                 )
             return True
-        kept, self._kept = self._kept, False
-        if not kept or torch.is_grad_enabled() or self._module.training:
+        were_kept, self._kept = self._kept, False
+        if not were_kept or torch.is_grad_enabled() or self._module.training:
             return False
         same = self._units.unwritten()
         wrote = same is None or (not runtime.queues(same.device) and not same)

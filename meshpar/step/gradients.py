@@ -23,10 +23,10 @@ from meshpar.tensors.placements import held_by_this_rank, local_tensor, whole_te
 def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None]) -> None:
     """Average a sharded parameter's gradients of ``full_tensor()`` in a loss over the axes that are not ``kept``."""
     mesh: DeviceMesh = parameter.device_mesh
-    data = [place for place, name in enumerate(mesh.mesh_dim_names or ()) if name not in kept and mesh.size(place) > 1]
+    data = [dim for dim, name in enumerate(mesh.mesh_dim_names or ()) if name not in kept and mesh.size(dim) > 1]
     if not data:
         return
-    groups = [mesh.get_group(place) for place in data]
+    groups = [mesh.get_group(dim) for dim in data]
 
     def full_tensor(*, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         if not (torch.is_grad_enabled() and parameter.requires_grad):
@@ -34,7 +34,7 @@ def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[],
         return cast("Tensor", _Outside.apply(parameter, True, groups, reached))
 
     def to_local(*, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        copies = [group for place, group in zip(data, groups) if parameter.placements[place].is_replicate()]
+        copies = [group for dim, group in zip(data, groups) if parameter.placements[dim].is_replicate()]
         if not copies or not (torch.is_grad_enabled() and parameter.requires_grad):
             return DTensor.to_local(parameter, grad_placements=grad_placements)
         return cast("Tensor", _Outside.apply(parameter, False, copies, reached))

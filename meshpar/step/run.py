@@ -199,9 +199,9 @@ class Run:
 
     def before_step(self, optimizer: Optimizer) -> Optimizer:
         """Look at a step of any optimizer; return what steps: itself, or for Adafactor what knows norms of shards."""
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        own = {id(parameter) for parameter in (*self.module.parameters(), *self.units.shards())}
-        trains = any(id(parameter) in own for parameter in held)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        module_ids = {id(parameter) for parameter in (*self.module.parameters(), *self.units.shards())}
+        trains = any(id(parameter) in module_ids for parameter in parameters)
         if trains:  # else another model's, which another thread may train while this one is in its backward
             self.backward.unwind()
             if not in_backward():  # whose recomputations read what is registered now
@@ -211,7 +211,7 @@ class Run:
         if not trains:
             return optimizer
         self.backward.entrances.step()
-        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(parameter) for parameter in held):
+        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(parameter) for parameter in parameters):
             return adafactor_on(optimizer, adafactor_by_parts)
         return optimizer
 

@@ -55,13 +55,13 @@ class Schedule:
         """Return whether all ranks call this unit now, as predicted; else gather the predicted rest, collectively."""
         if self._habit is None:  # a unit is called from outside of the module
             return False
-        place = len(self._called)
+        number = len(self._called)
         self._called.append(unit)
         if self._expected is None:
             return False
-        if place < len(self._expected) and self._expected[place] is unit:
+        if number < len(self._expected) and self._expected[number] is unit:
             return True
-        self._leave(place)
+        self._leave(number)
         return False
 
     def end(self) -> bool:

@@ -38,8 +38,8 @@ class Part:
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Let ``torch.norm(part)`` and, from torch 2.14 on, ``torch.linalg.vector_norm(part)`` be ``part.norm()``."""
-        known = function in (torch.norm, torch.linalg.vector_norm) and isinstance(args[0], cls)
-        return args[0].norm(*args[1:], **(kwargs or {})) if known else NotImplemented
+        is_norm = function in (torch.norm, torch.linalg.vector_norm) and isinstance(args[0], cls)
+        return args[0].norm(*args[1:], **(kwargs or {})) if is_norm else NotImplemented
 
     @property
     def dtype(self) -> torch.dtype:

@@ -75,9 +75,9 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         return tensor
     device = tensor.device_mesh.device_type
     # ranks gather offloaded parts on their devices
-    held: Any = tensor if tensor.device.type in (device, "meta") else tensor.to(device)
+    on_device: Any = tensor if tensor.device.type in (device, "meta") else tensor.to(device)
     with quiet_gathers():
-        return held.full_tensor()
+        return on_device.full_tensor()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -209,8 +209,14 @@ def _joined(
         dist.all_reduce(vector, op, group=groups[axis])
         for key, value in zip(keys, vector.unbind(), strict=True):
             rest = key - {axis}
-            known = powers.get(rest)
-            powers[rest] = value if known is None else torch.maximum(known, value) if largest else known + value
+            joined_before = powers.get(rest)
+            powers[rest] = (
+                value
+                if joined_before is None
+                else torch.maximum(joined_before, value)
+                if largest
+                else joined_before + value
+            )
     return powers.get(frozenset(), none)
 
 

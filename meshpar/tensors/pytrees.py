@@ -13,20 +13,20 @@ def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = (
     """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects`` in their attributes, too."""
     if id(values) in around:
         return
-    inside: Iterable[Any]
+    values_inside: Iterable[Any]
     if isinstance(values, Tensor | str | nn.Module | type):
         yield values
         return
     if isinstance(values, Mapping):
-        inside = values.values()
+        values_inside = values.values()
     elif isinstance(values, list | tuple):
-        inside = values
+        values_inside = values
     elif is_dataclass(values):
-        inside = [getattr(values, field.name) for field in fields(values)]
+        values_inside = [getattr(values, field.name) for field in fields(values)]
     elif objects and hasattr(values, "__dict__"):
-        inside = vars(values).values()
+        values_inside = vars(values).values()
     else:
         yield values
         return
-    for part in inside:
+    for part in values_inside:
         yield from leaves(part, objects=objects, around=(*around, id(values)))
