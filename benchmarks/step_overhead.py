@@ -170,7 +170,7 @@ def count(way: str, steps: int, folder: str) -> None:
     """Take steps of 80 tiny blocks on one rank; leave the calls of one, and the median of processor time, in a file."""
     if way == "by hand":
         module = by_hand("fsdp", TINY)
-        clip: Any = partial(torch.nn.utils.clip_grad_norm_, module.parameters())
+        clip: Any = partial(torch.nn.utils.clip_grad_norm_, list(module.parameters()))
     else:
         with torch.device("meta"):
             whole = Transformer(TINY)
