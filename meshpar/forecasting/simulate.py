@@ -284,7 +284,7 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
     ):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
         if (layers := par.run.find(Layers)) is not None:
-            layers.edges.supposed = forms
+            layers.edges.transfers.supposed = forms
         with par.run.moving():
             initialize.allocate(par.module, par.device, par.home)
         par.module.train()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +19,8 @@ from meshpar.core import runtime
 from meshpar.losses.token_loss import Totals
 from meshpar.passes.pipeline import messages, parallel
 from meshpar.passes.pipeline.cuts import examine
-from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES
+from meshpar.passes.pipeline.stage_checks import StageErrors
 from tests.accelerator.ranks_in_turns import Broken, Group, Hang, Network, Work
 
 LAYOUT = ModelLayout(blocks=("layers.*",))
@@ -272,7 +271,7 @@ def test_stages_forget_forms_of_micro_batches_together(monkeypatch, device):
     def program(rank):
         layers, _ = layers_of(network, rank, virtual=2)
         total = train(layers, shapes) + sum(layers.forward(shapes, loss, torch.device("cpu")))
-        return total, max(map(len, (*layers.edges._got, *layers.edges._given)))
+        return total, max(map(len, (*layers.edges.transfers._got, *layers.edges.transfers._given)))
 
     torch.manual_seed(0)
     alone = Model(4, False)
@@ -293,7 +292,7 @@ def test_a_message_that_was_taken_is_let_go_and_the_order_of_the_others_stays():
 
     def program(rank):
         layers, _ = layers_of(network, rank, virtual=2)
-        talk = layers.edges.messages
+        talk = layers.edges.transfers.messages
         for number in range(3):
             if rank == 0:
                 talk.send([torch.full((1,), float(number))], 1, messages.FORTH)
@@ -315,14 +314,12 @@ def test_a_failure_of_one_rank_alone_is_forgotten_where_it_goes_on(monkeypatch):
     monkeypatch.setattr(messages, "_ALIKE_S", 0.1)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 3)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    layers = object.__new__(Layers)
-    layers.rank, layers.ranks, layers.edges, layers._error = 1, 1, SimpleNamespace(begin_step=lambda: None), None
-    layers._acting, layers._told = lambda: "stage 1, a forward", False
+    errors = StageErrors(lambda: "stage 1, a forward", 1, 1)
     for _ in range(2):
         with pytest.raises(KeyError):
-            layers._fail(KeyError("a label is missing"))
+            errors.fail(KeyError("a label is missing"))
         assert "rank 3 failed alone in stage 1, a forward" in messages.failed_alone()
-        layers._begin_step(-1)
+        errors.begin()
         assert messages.failed_alone() == "", "the next failure is told as it is"
     with ThreadPoolExecutor(2) as both:
         assert [*both.map(lambda _: messages.all_fail("stage 1, a forward", 2), range(2))] == [True, True]
@@ -418,7 +415,7 @@ def test_shapes_that_follow_from_values_are_refused_beside_a_device_alone(monkey
 
         def program(rank):
             layers, module = layers_of(network, rank)
-            hook = lambda *given: cut(layers.edges.number, **how)(*given)  # noqa: E731
+            hook = lambda *given: cut(layers.edges.turn.number, **how)(*given)  # noqa: E731
             module.layers[0].register_forward_hook(hook)
             return train(layers, batches)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +23,7 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Installed, Pass, Role, Stage
 from meshpar.passes.elsewhere import OtherLayers
 from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, check_stages, even_cuts, examine
-from meshpar.passes.pipeline.edges import Chunk, Portion
+from meshpar.passes.pipeline.portion import Chunk, Portion, Rule
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES
 from meshpar.passes.pipeline.stand_ins import (
@@ -129,7 +130,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
         before = {**dict(module.named_parameters(remove_duplicate=False)), **_stored_buffers(module)}
         carried, draws = Carried(), layout.dropout or draws_random(module)
         kept = {id(module.get_parameter(name)) for name, found in shared.items() if rank in found}
-        outside = {**dict.fromkeys(anatomy.head, 0), **anatomy.between}
+        outside = _outside(anatomy)
         for name in anatomy.blocks:
             if name not in mine and name not in anatomy.reshaping:
                 put(module, name, BlockStandIn(carried, module.get_submodule(name), name))
@@ -145,28 +146,27 @@ class PipelineParallel(Pass):  # type: ignore[override]
                 old.register_forward_pre_hook(refuse_idle)
         for old in [module.get_submodule(name) for name in anatomy.tail if rank < ranks - 1]:
             stand_in(TailStandIn, old, kept, carried)
-        only = list[tuple[int, nn.Module, nn.Module]]()
-        for place, names in enumerate(chunks if self.virtual > 1 else ()):
-            first = bounds[mine_of[place]]
-            inside = {name for name, number in outside.items() if first <= number < first + len(names)}
-            for name in (*names, *inside, *(anatomy.tail if mine_of[place] == ranks * self.virtual - 1 else ())):
-                child = module.get_submodule(name)
-                if name in anatomy.reshaping or name in inside:
-                    otherwise: nn.Module = standing_for(carried, twin_of(child), name in anatomy.written)
-                else:
-                    otherwise = TailStandIn() if name in anatomy.tail else BlockStandIn(carried, child)
-                only.append((place, child, otherwise))
         stages = tuple(
             Chunk(
                 tuple(map(module.get_submodule, names)),
-                module.get_submodule(anatomy.blocks[bounds[stage] - 1]) if stage else None,
+                bounds[stage],
                 anatomy.carried[bounds[stage] - 1] if stage else (),
                 anatomy.carried[bounds[stage + 1] - 1] if bounds[stage + 1] < len(anatomy.blocks) else (),
-                bounds[stage + 1] - 1,
             )
             for stage, names in zip(mine_of, chunks, strict=True)
         )
-        portion = Portion(module, stages, tuple(only), group, carried, anatomy.blocks, draws)
+        rules = _rules(module, anatomy, stages, mine, carried)
+        portion = Portion(
+            module=module,
+            chunks=stages,
+            rules=rules,
+            group=group,
+            rank=rank,
+            ranks=ranks,
+            carried=carried,
+            line=anatomy.blocks,
+            draws=draws,
+        )
         placed = (*anatomy.blocks, *outside, *anatomy.tail, *anatomy.idle)
         common = [name for name in before if not any(name.startswith(f"{other}.") for other in placed)]
         layers = Layers(
@@ -189,6 +189,42 @@ class PipelineParallel(Pass):  # type: ignore[override]
         if self.stages is not None:
             return [sum(self.stages[:stage]) for stage in range(stages)]
         return even_cuts(anatomy.costs, stages)
+
+
+def _rules(
+    module: nn.Module, anatomy: Anatomy, chunks: Sequence[Chunk], mine: Collection[str], carried: Carried
+) -> dict[str, Rule]:
+    """Return the names of modules -> what their calls do on this rank, which has the blocks ``mine``."""
+    rules = defaultdict[str, Rule](Rule)
+    for name in mine:
+        outer = name.split(".")[:-1]
+        for end in range(1, len(outer) + 1):
+            rules[".".join(outer[:end])].around = True
+    for place, chunk in enumerate(chunks):
+        if chunk.first:
+            rules[anatomy.blocks[chunk.first - 1]].takes = place
+        inside = [name for name, number in _outside(anatomy).items() if chunk.first <= number <= chunk.end]
+        ends = anatomy.tail if chunk.end == len(anatomy.blocks) - 1 else ()
+        for name in (*anatomy.blocks[chunk.first : chunk.end + 1], *inside, *ends) if len(chunks) > 1 else ():
+            child = module.get_submodule(name)
+            if name in anatomy.reshaping or name in inside:
+                otherwise: nn.Module = standing_for(carried, twin_of(child), name in anatomy.written)
+            else:
+                otherwise = TailStandIn() if name in ends else BlockStandIn(carried, child)
+            rules[name].only, rules[name].otherwise = place, otherwise
+    for result in dict.fromkeys(result for chunk in chunks for result in (*chunk.takes, *chunk.gives)):
+        rules[result.module].results += (result,)
+    for number, name in enumerate(anatomy.blocks):
+        rules[name].number = number
+    for name, child in module.named_modules():
+        if isinstance(child, TailStandIn):
+            rules[name].only, rules[name].otherwise = -1, child
+    return dict(rules)
+
+
+def _outside(anatomy: Anatomy) -> dict[str, int]:
+    """Return the names of modules before and between blocks -> the number of the block behind them."""
+    return {**dict.fromkeys(anatomy.head, 0), **anatomy.between}
 
 
 def _compare_cuts(group: dist.ProcessGroup, blocks: Sequence[str], bounds: Sequence[int]) -> None:

@@ -348,7 +348,7 @@ def test_a_stage_alone_is_refused_and_a_model_is_examined_once():
 @on_ranks(2)
 def test_hooks_of_the_last_block_of_a_stage_run_in_each_backward():
     par, seen = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()), []
-    for block in par.run.find(Layers).edges._chunks[0].blocks:
+    for block in par.run.find(Layers).edges.portion.chunks[0].blocks:
         block.register_full_backward_hook(lambda *given: seen.append(given))
     par.backward(batches(0), scaled_loss(0.1))
     assert len(seen) == 2 * len(batches(0))
@@ -570,7 +570,7 @@ def failing(par, place):
             raise KeyError("a block is at fault")
 
     if layers.rank == stage and place in ("block", "backward", "first backward"):
-        block = layers.edges._chunks[-1].blocks[0]
+        block = layers.edges.portion.chunks[-1].blocks[0]
         hooks = [block.register_forward_pre_hook(fail) if place == "block" else block.register_full_backward_hook(fail)]
     try:
         if place == "evaluation":
@@ -753,7 +753,7 @@ def test_stages_hold_no_message_that_has_arrived(name):
     """In 1F1B the first of two stages has at most two values on their way, and none at the end."""
     par = Plan("pp=2", [PipelineParallel()]).apply(MODELS[name]())
     layers, held = par.run.find(Layers), []
-    sent = layers.edges.messages.sent
+    sent = layers.edges.transfers.messages.sent
     layers.begins = lambda action: held.append(max(map(len, sent.values())))
     par.backward(batches(0, number=7), scaled_loss(0.1))
     assert max(held) == (1 if dist.get_rank() else 2) and not any(sent.values())

@@ -1,0 +1,201 @@
+"""What stages compare and add up in a step, and the errors of which they tell one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, Final, NoReturn, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshpar.core.errors import MeshparError, brief
+from meshpar.exchange.ranks import Looks
+from meshpar.passes.host_reads import beside
+from meshpar.passes.pipeline.edges import Edges, digest_of
+from meshpar.passes.pipeline.messages import BACK, FORTH, Messages, all_fail, failed_alone, forget_alone, tell_alone
+from meshpar.passes.pipeline.portion import Portion
+from meshpar.passes.pipeline.transfers import FailedBeforeError
+from meshpar.tensors.placements import local_tensor
+
+_EXACT: Final = (1 << 48) - 1  # digests of 48 bits are exact in float64
+
+
+@final
+class StageErrors:
+    """The first error of this rank in a step.
+
+    Args:
+        acting: returns which stage runs, in which action; empty outside of a step.
+        rank: of this rank among those that have the stages.
+        ranks: their number.
+
+    Attributes:
+        error: ended an action of this step, of which the other stages do not know yet.
+        cause: where and what it was, where it is this stage's own.
+    """
+
+    def __init__(self, acting: Callable[[], str], rank: int, ranks: int) -> None:
+        self._acting, self._rank, self._ranks = acting, rank, ranks
+        self.error: Exception | None = None
+        self.cause = ""
+        self._told = False  # the other ranks that this one failed alone
+
+    def begin(self) -> None:
+        """Begin a step: forget the last one's error, also before the other ranks if this one goes on after it."""
+        self.error, self.cause = None, ""
+        if self._told:
+            forget_alone()
+            self._told = False
+
+    def fail(self, error: Exception) -> None:
+        """Remember the first error of this stage.
+
+        Raises:
+            Exception: ``error``, where other ranks of the stage run on: nothing but the end of this process ends their
+                waits. The ranks' store has the text for them.
+            MeshparError: a rank that failed alone is the cause.
+        """
+        self.error = error
+        if isinstance(error, FailedBeforeError):
+            return
+        where = self._acting() or f"stage {self._rank}, its micro-batches"
+        self.cause = f"{where}: {brief(error)}"
+        if alone := failed_alone():
+            raise MeshparError(alone) from error
+        if not all_fail(where, dist.get_world_size() // self._ranks):
+            self._told = True
+            error.add_note(tell_alone(self.cause))
+            raise error
+
+
+@final
+class StageInputs:
+    """What ``loss`` gives the module, and the buffers that all stages have: the same on all stages.
+
+    Args:
+        edges: of this rank's stages.
+        gathered: returns what each stage has; collective over them.
+        buffers: names of persistent ones that all stages have.
+    """
+
+    def __init__(self, edges: Edges, gathered: Callable[[Any], list[Any]], buffers: Sequence[str]) -> None:
+        self._edges, self._gathered, self._buffers = edges, gathered, buffers
+        self._looks, self._unwritten = Looks(), dict[str, tuple[int, int]]()
+        # Digests of the inputs of the step before, which are not read yet.
+        self._later: tuple[Callable[[], Tensor], list[list[Tensor]]] | None = None
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._unwritten = self._buffer_versions()
+
+    def digests(self, like: Tensor) -> list[Tensor]:
+        """Return a number for the inputs of each chunk of this step, ``like`` where there are none, and one for the
+        buffers that it has written into.
+        """
+        edges = self._edges
+        found = [torch.stack(given).sum() & _EXACT for given in edges.inputs if given]
+        found += [found[0] if found else like] * (len(edges.inputs) - len(found))
+        now, module = self._buffer_versions(), edges.portion.module
+        written = [module.get_buffer(name) for name in now if now[name] != self._unwritten[name]]
+        none = torch.zeros((), dtype=torch.int64, device=edges.transfers.device)
+        return [*found, (digest_of(written, edges.transfers.device) & _EXACT) + 1 if written else none]
+
+    def compare(self, digests: Tensor) -> None:
+        """Compare those of all stages, a row each: now, or one step later beside a device."""
+        read, given, transfers = (lambda: digests), self._edges.inputs, self._edges.transfers
+        if transfers.late and not self._looks.first("inputs"):
+            with beside(transfers.device) as to_host:
+                later = to_host(digests), given
+            if self._later is None:
+                self._later = later
+                return
+            (read, given), self._later = self._later, later
+        every = read()
+        if transfers.supposed is not None:
+            return
+        if (written := set(every[:, -1].tolist())) != {0.0} and (len(written) > 1 or len(given) > 1):
+            self._refuse_written()
+        if len(set(every[:, :-1].flatten().tolist())) > 1:
+            self._refuse_inputs(given)
+
+    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
+        """Return what changes where a buffer of all stages is written into."""
+        buffers = {name: self._edges.portion.module.get_buffer(name) for name in self._buffers}
+        return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
+
+    def _refuse_written(self) -> NoReturn:
+        """Raise an error for buffers of all stages that differ between them. Collective over the stages."""
+        now = self._buffer_versions()
+        every = self._gathered({name: now[name] != self._unwritten[name] for name in now})
+        names = sorted({name for stage in every for name, written in stage.items() if written})
+        raise MeshparError(
+            f"the forward writes into the buffers {', '.join(names)}, which each stage of pp would fill from values of "
+            "its own, with virtual= once for each of its stages; put the buffer into a module with parameters behind "
+            "the blocks, or register it with persistent=False where stages may differ"
+        )
+
+    def _refuse_inputs(self, given: Sequence[Sequence[Tensor]]) -> NoReturn:
+        """Raise an error for micro-batches in which stages got other arguments. Collective over the stages."""
+        every = self._gathered([list(map(int, digests)) for digests in given])
+        first = every[0][0]
+        rank, number = next(
+            (rank, number)
+            for rank, chunks in enumerate(every)
+            for digests in chunks
+            for number, (one, two) in enumerate(zip_longest(first, digests))
+            if one != two
+        )
+        raise MeshparError(
+            f"loss gave the module other inputs on rank {rank} of pp than on rank 0, in micro-batch {number}: loss "
+            "runs on every stage, and draws masks or noise from the random state, which differs; call "
+            "par.manual_seed(seed) before the step"
+        )
+
+
+@final
+class StageTies:
+    """The gradients of parameters that several stages have.
+
+    Args:
+        portion: of the model, on this rank.
+        shared: parameters that other stages have, too -> the ranks of the group that do.
+        messages: of this rank.
+    """
+
+    def __init__(self, portion: Portion, shared: dict[str, tuple[int, ...]], messages: Messages) -> None:
+        self._portion, self.shared, self._messages = portion, shared, messages
+
+    def set_aside(self) -> dict[str, Tensor | None]:
+        """Take away the gradients that shared parameters have from before, which are sums over stages already."""
+        kept = dict[str, Tensor | None]()
+        for name in self.shared:
+            parameter = self._portion.module.get_parameter(name)
+            kept[name], parameter.grad = parameter.grad, None
+        return kept
+
+    @torch.no_grad()
+    def add_up(self, before: dict[str, Tensor | None]) -> None:
+        """Add up the gradients of parameters that the two ends or all ranks have: each saw its own uses alone."""
+        # the first stage is behind the last one in the ring of their messages
+        other, to, back = (self._portion.last, BACK, FORTH) if self._portion.rank == 0 else (0, FORTH, BACK)
+        for name, kept in before.items():
+            parameter = self._portion.module.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            mine = local_tensor(parameter.grad)
+            if len(self.shared[name]) > 2:
+                total = mine.contiguous()
+                self._messages.exchanged(dist.all_reduce, total, group=self._portion.group)
+                mine.copy_(total)
+            else:
+                theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
+                self._messages.send([mine.contiguous()], other, to)
+                self._messages.receive(theirs, other, back)
+                self._messages.settle_all()
+                mine += theirs
+            if kept is not None:
+                parameter.grad += kept
