@@ -86,21 +86,29 @@ class _ParameterOfAStage(_OfAStage, nn.Parameter):
     pass
 
 
+class _FollowedMethod:
+    """A method of DTensor, or what a parameter has in its place, of which torch tells no function."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, tensor: DTensor, owner: type | None = None) -> Callable[..., Any]:
+        method = vars(tensor).get(self._name) or getattr(DTensor, self._name).__get__(tensor)
+
+        def call(*args: Any, **options: Any) -> Any:
+            result = method(*args, **options)
+            if not _runs_for_meshpar():
+                _follow("a method of DTensor", [tensor], [result])
+            return result
+
+        return call
+
+    def __set__(self, tensor: DTensor, method: Callable[..., Any]) -> None:
+        vars(tensor)[self._name] = method
+
+
 class _DTensorOfAStage(_OfAStage, DTensor):  # type: ignore[misc]
-    def full_tensor(self, **options: Any) -> Tensor:
-        return self._followed(super().full_tensor(**options))
-
-    def to_local(self, **options: Any) -> Tensor:
-        return self._followed(super().to_local(**options))
-
-    def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        return self._followed(super().redistribute(*args, **options))
-
-    def _followed(self, result: Any) -> Any:
-        """Return what a method made, of which torch tells no function."""
-        if not _runs_for_meshpar(3):
-            _follow("a method of DTensor", [self], [result])
-        return result
+    full_tensor, to_local, redistribute = _FollowedMethod(), _FollowedMethod(), _FollowedMethod()
 
 
 _MARKED: Final[Mapping[type, type]] = {
@@ -196,9 +204,9 @@ def _unmark(tensor: Tensor) -> None:
         tensor.__class__ = _PLAIN[kind]
 
 
-def _runs_for_meshpar(depth: int = 2) -> bool:
-    """Return whether meshpar's own code called torch, but for torch functions of the loop; ``depth`` frames below."""
-    frame: FrameType | None = sys._getframe(depth)
+def _runs_for_meshpar() -> bool:
+    """Return whether meshpar's own code called torch, but for torch functions of the loop; its caller's caller did."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = f"{frame.f_globals.get('__name__')}."
         if not name.startswith(("torch.", "meshpar._torch.")) or name.startswith("torch.testing."):
@@ -220,7 +228,7 @@ class StageNumbers(Guard):
         self._layers = guarded.facts.find(Layers)
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._living.add(self)
-        self._holders = self._with_parameters()
+        self._holders, self._marked = self._with_parameters(), list[Tensor]()
         while_lives(guarded.module, "empty optimizers", lambda: check_empty(_refuse_empty))
         while_lives(guarded.module, "scalers", lambda: check_scalers(_refuse_scaled))
         while_lives(guarded.module, "optimizers' states", lambda: check_loads(_refuse_loaded))
@@ -289,16 +297,17 @@ class StageNumbers(Guard):
             return any(local_tensor(one).untyped_storage().data_ptr() in memory for one in tensors)
 
     def _parameters(self) -> Iterable[Tensor]:
-        """Return what a loop has of the parameters; those that a unit has gathered are the forward's."""
-        if self._units.modules:
-            return self._units.shards()
-        return {id(one): one for held in self._holders for one in held.values() if one is not None}.values()
+        """Return what a loop may have of the parameters: shards, and what a unit has gathered in their place."""
+        registered = (parameter for own in self._holders for parameter in own.values() if parameter is not None)
+        shards = self._units.shards() if self._units.modules else ()
+        return {id(parameter): parameter for parameter in (*shards, *registered)}.values()
 
     def _mark(self) -> None:
         if self._steps or self._reverses:
             return
         with without_functions():
-            for number, parameter in enumerate(self._parameters()):
+            self._marked = list(self._parameters())
+            for number, parameter in enumerate(self._marked):
                 origins, grad = frozenset([number]), parameter.grad
                 _mark(parameter, origins, is_number=False)
                 if grad is not None:
@@ -307,10 +316,12 @@ class StageNumbers(Guard):
     def _unmark(self) -> None:
         StageNumbers._written = None
         with without_functions():
-            for parameter in self._parameters():
+            # A unit may have put other parameters in the place of these since.
+            for parameter in self._marked:
                 if parameter.grad is not None:
                     _unmark(parameter.grad)
                 _unmark(parameter)
+            self._marked = []
 
 
 def _refuse(what: str) -> NoReturn:

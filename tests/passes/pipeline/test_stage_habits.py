@@ -185,6 +185,20 @@ def test_numbers_of_several_sharded_parameters_are_refused_and_the_remedy_is_exa
         par.backward(micro_batches(0), plain_loss)
         with pytest.raises(MeshparError, match="would get another number"):
             number(par)
+
+    def penalized(module, batch):
+        penalty = sum(parameter.full_tensor().pow(2).sum() for parameter in module.parameters())
+        return plain_loss(module, batch) + penalty
+
+    par = Plan("pp=2,dp_shard=2", passes).apply(model())
+    with pytest.raises(MeshparError, match="would get another number"):
+        par.backward(micro_batches(0), penalized)
+    par = Plan("pp=2,dp_shard=2", [PipelineParallel(), FullyShard(reshard_after_forward=False)]).apply(model())
+    par.module.eval()
+    with torch.no_grad():
+        par.forward(micro_batches(0), plain_loss)
+        with pytest.raises(MeshparError, match="would get another number"):  # of what the units have gathered
+            sum(parameter.pow(2).sum() for parameter in par.module.parameters())
     one = in_one_process(plain_loss, lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3))
     assert_equal(on_stages(plain_loss, lambda par: par.clip_grad_norm_(0.3), passes, "pp=2,dp_shard=2"), one)
 
