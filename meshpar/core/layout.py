@@ -126,7 +126,7 @@ class ModelLayout:
 
     Attributes:
         blocks: patterns of the repeated modules (``layers.*``): the unit of sharding, recomputation and compilation.
-            The outermost unit holds everything outside the blocks.
+            The outermost unit holds everything outside the blocks, but for large embeddings and heads.
         tensor: a :class:`TensorLayout`, or its ``styles`` alone.
         attention: an :class:`AttentionLayout`, or its ``modules`` alone.
         experts: an :class:`ExpertsLayout`, or its ``modules`` alone.

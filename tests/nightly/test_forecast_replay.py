@@ -61,6 +61,12 @@ def mixture_of(router):
     return model
 
 
+class SmallEnds(FullyShard):
+    """Embedding and head are units of their own, as large ones are."""
+
+    ends_from = 1
+
+
 SP = TensorParallel(sequence_parallel=True)
 CASES = {
     "fsdp": ("dp_shard=2", [FullyShard()]),
@@ -96,6 +102,8 @@ CASES = {
         "pp=2,tp=2",
         [PipelineParallel(schedule="gpipe"), TensorParallel(), ActivationCheckpoint()],
     ),
+    "fsdp, ends": ("dp_shard=2", [SmallEnds()]),
+    "stages, ends, fsdp": ("pp=2,dp_shard=2", [PipelineParallel(), SmallEnds()]),
     "stages, interleaved": ("pp=2", [PipelineParallel(virtual=2)]),
     "crossing stages, fsdp": ("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]),
     "fsdp x cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),

@@ -8,6 +8,8 @@ FSDP2 averages the gradients of a unit at the end of the unit's backward. Others
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +75,11 @@ class Precision:
         """
         return self.policy(torch.float32, self.param_dtype, True)
 
+    ends_from: ClassVar[float] = math.inf
+    """Parameters from which an embedding or a head is a unit of its own: gathered where it runs, and a head's gradient
+    is reduced while the blocks are in their backward.
+    """
+
     def units(
         self, module: nn.Module, layout: ModelLayout, min_params: int = 0
     ) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
@@ -88,6 +95,9 @@ class Precision:
         if self.param_dtype not in (None, torch.float32):
             found = (pair for pattern in layout.fp32 for pair in find_modules(module, pattern))
             single = {name: child for name, child in found if any(True for _ in child.parameters())}
+        inside = {child for block in large.values() for child in block.modules()}
+        ends = {name: module.get_submodule(name) for name in large_ends(module, layout, self.ends_from)}
+        large |= {name: child for name, child in ends.items() if child not in inside}
         chosen = {name: child for name, child in {**large, **single}.items() if child is not module}
         inner = sorted(chosen.items(), key=lambda item: (-item[0].count("."), order[item[0]]))
         return [
@@ -147,6 +157,7 @@ class _Sharding(Precision):
 
     axes: ClassVar[tuple[str, ...]]
 
+    ends_from = 1 << 27
     reshard_after_forward: bool | int = True
     offload: Literal["cpu"] | None = None
     prefetch_forward: int = 0
@@ -210,12 +221,13 @@ class _Sharding(Precision):
         meshes = {} if experts is None else experts.meshes
         divided = self._shard_divided(module, layout, meshes, common)
         *inner, (_, outer, _) = self.units(module, layout, self.min_params)
+        # What runs last in forward is first in backward, and a gradient of an embedding needs no weights.
+        outermost, ends = keep if not isinstance(keep, bool) else False, large_ends(module, layout, self.ends_from)
         units = [
-            fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common)
-            for unit, policy, _ in inner
+            fully_shard(unit, reshard_after_forward=outermost if name in ends else keep, mp_policy=policy, **common)
+            for unit, policy, name in sorted(inner, key=lambda one: ends.get(one[2], 0))
             if unit not in divided  # blocks=(...) may name what is divided
         ]
-        outermost = keep if not isinstance(keep, bool) else False
         fully_shard(module, reshard_after_forward=outermost, mp_policy=outer, **common)
         if runtime.over_hosts(mesh.device_type):
             exchange_directly(module)
@@ -289,7 +301,9 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
             and positions: 998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set
             False.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
-        blocks: name patterns or class names of the units. Defaults to the layout's blocks.
+        blocks: name patterns or class names of the units. Defaults to the layout's blocks. An embedding or a head of
+            2^27 parameters or more is a unit of its own where the layout names it (``vocab``, ``head``) and it is not
+            tied.
         whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
             (``("logit_scale", "vision")``), or ``"frozen"``: those that are not trained, such as the weights under
             adapters; nothing gathers them. Scalars are always whole. Their gradients are averaged at the end of each
@@ -297,7 +311,8 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
         reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward.
             False (ZeRO-2): keep gathered parameters until the backward; those of ``module.eval()`` serve all forwards
             until somebody writes a parameter, or ``module.train()``. A number: reshard to groups of this many adjacent
-            ranks (a node). The outermost unit keeps its parameters, unless this is a number.
+            ranks (a node). The outermost unit, large embeddings and heads keep their parameters, unless this is a
+            number.
         offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an
             accelerator.
         prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's
@@ -385,6 +400,30 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 child._buffers[name] = buffer.to(dtype)
+
+
+def large_ends(module: nn.Module, layout: ModelLayout, least: float) -> dict[str, int]:
+    """Return the embeddings and heads of ``least`` parameters or more that the layout names: name -> -1 before the
+    blocks, 1 behind them.
+
+    Not those that share a parameter with another module, which one unit has to hold.
+    """
+    styles = {"vocab": -1, "head": 1}
+    named = {pattern: styles[style] for pattern, style in layout.tensor.styles.items() if style in ("vocab", "head")}
+    found = {
+        name: place
+        for pattern, place in {**named, **({layout.head: 1} if layout.head else {})}.items()
+        for name, child in find_modules(module, pattern)
+        if not any(True for _ in child.children()) and sum(own.numel() for own in child.parameters()) >= least
+    }
+    if not found:
+        return {}
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    return {
+        name: place
+        for name, place in found.items()
+        if all(uses[id(parameter)] == 1 for parameter in module.get_submodule(name).parameters())
+    }
 
 
 def unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole: set[str]) -> Iterator[str]:
