@@ -159,9 +159,6 @@ class Ranks:
         here = threading.current_thread() is threading.main_thread()
         return runtime.hosts() if here or self.own is None else self.own
 
-    def _tag(self, place: str) -> int:
-        return zlib.crc32(f"{self._model} {place}".encode())
-
     def _all_places(self, place: str) -> str:
         """Return where this rank is, and the others that are elsewhere, each with the line of the user's code."""
         here = f"{place} (model {self._model}, {line_of_user()})"
@@ -176,7 +173,7 @@ class Ranks:
         """Check that all ranks are at one place; return of each number whether all have the same. Collective."""
         if self.hosts.size() == 1:
             return [True] * len(numbers)
-        tag = self._tag(place)
+        tag = zlib.crc32(f"{self._model} {place}".encode())
         numbers_here = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))], device="cpu")
         try:
             here, *agree = _spans(numbers_here, self.hosts)
@@ -227,7 +224,7 @@ class GradientMarks:
         return largest
 
 
-def _spans(mine: Tensor, hosts: dist.ProcessGroup) -> list[tuple[int, int]]:
+def _spans(numbers: Tensor, hosts: dist.ProcessGroup) -> list[tuple[int, int]]:
     """Return of each number the largest and the least of all ranks."""
-    largest, smallest = Largest(torch.cat([mine, -mine]), hosts).read().view(2, -1).tolist()
+    largest, smallest = Largest(torch.cat([numbers, -numbers]), hosts).read().view(2, -1).tolist()
     return [(high, -low) for high, low in zip(largest, smallest)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
@@ -103,7 +104,11 @@ class PlacedParameters(Guard):
                 f"{', '.join(gone[:6])} left the module after plan.apply, or became another's, and the ranks would "
                 f"still gather and reduce it; leave it in the module and do not call it, or {REBUILD}"
             )
-        self._check_kinds()
+        if changed := next((name for child, kind, name in self._kinds if type(child) is not kind), None):
+            raise ParallelError(
+                f"the class of a {changed} in the module was replaced after plan.apply, whose passes have changed "
+                "what a call of it does; give it its class before plan.apply, or replace its forward"
+            )
         # modules without parameters, the same parameters in other modules, or others that units have taken
         self.record()
 
@@ -120,13 +125,6 @@ class PlacedParameters(Guard):
             and len({id(value) for value in values}) == 1
             and _alike(held.get(number), values[0])
         }
-
-    def _check_kinds(self) -> None:
-        if changed := next((name for child, kind, name in self._kinds if type(child) is not kind), None):
-            raise ParallelError(
-                f"the class of a {changed} in the module was replaced after plan.apply, whose passes have changed "
-                "what a call of it does; give it its class before plan.apply, or replace its forward"
-            )
 
     def _check_sizes(self, names: Iterable[str]) -> None:
         """Refuse new modules around a layer that were built for this rank's part of it, as peft builds them."""
@@ -147,19 +145,14 @@ class PlacedParameters(Guard):
 
     def _new_modules(self, names: Iterable[str]) -> list[str]:
         """Return the outermost new modules in which parameters called ``names`` are, or were."""
-        outermost = {}
+        modules = dict(self._module.named_modules(remove_duplicate=False))
+        outermost = dict[str, None]()
         for name in names:
             parts = name.split(".")
-            around = [".".join(parts[:end]) for end in range(1, len(parts))]
-            new = [module for module in around if self._is_new(module)]
-            outermost.update(dict.fromkeys(new[:1]))
+            around = (".".join(parts[:end]) for end in range(1, len(parts)))
+            new = (path for path in around if path in modules and modules[path] not in self.modules)
+            outermost.update(dict.fromkeys(itertools.islice(new, 1)))
         return list(outermost)
-
-    def _is_new(self, name: str) -> bool:
-        try:
-            return self._module.get_submodule(name) not in self.modules
-        except AttributeError:
-            return False
 
 
 def _features(layer: object) -> tuple[object, object]:
