@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -92,22 +92,25 @@ class Entrances:
         """Look through the graph of a backward from ``roots``; return the outermost runs that it reaches."""
         if not self._known():
             return []
-        exits = self._exits
+        numbers, owners, exits = self._numbers, self._owners, self._exits
         seen: set[Any] = set()
         reached: set[UnitRun] = set()
-        stack: list[tuple[UnitRun | None, list[Any]]] = [(None, list(_nodes(roots)))]
+        stack: list[tuple[UnitRun | None, Sequence[tuple[Any, int]]]] = [(None, [(node, 0) for node in _nodes(roots)])]
         while stack:
-            here, nodes = stack.pop()
-            for node in nodes:
+            here, edges = stack.pop()
+            for node, _ in edges:
+                if node is None:
+                    continue
                 number = node._sequence_nr()
-                owner = self._owner(number)
+                index = bisect_right(numbers, number) - 1
+                owner = owners[index] if index >= 0 else None
                 if owner is not here and owner is not None:
                     reached.add(owner)
                     if number not in exits and number not in self._hooked:
                         self._hook(node, number, owner.unit)
                 if node not in seen:
                     seen.add(node)
-                    stack.append((owner, [function for function, _ in node.next_functions if function is not None]))
+                    stack.append((owner, node.next_functions))
         for run in list(reached):
             around = run.around
             while around is not None:
@@ -127,7 +130,8 @@ class Entrances:
         stack, seen = list(_nodes(roots)), set[Any]()
         while stack:
             node = stack.pop()
-            if self._owner(node._sequence_nr()) is not None:
+            index = bisect_right(self._numbers, node._sequence_nr()) - 1
+            if index >= 0 and self._owners[index] is not None:
                 return True
             if node not in seen:
                 seen.add(node)
@@ -137,10 +141,6 @@ class Entrances:
     def _known(self) -> bool:
         """Return whether nodes of this thread may be a unit's; a compiler traces a block's backward in its forward."""
         return bool(self._numbers) and not self._open and self._thread == threading.get_ident()
-
-    def _owner(self, number: int) -> UnitRun | None:
-        index = bisect_right(self._numbers, number) - 1
-        return self._owners[index] if index >= 0 else None
 
     def _hook(self, node: Any, number: int, owner: nn.Module) -> None:
         if number < self._stepped:

@@ -121,11 +121,9 @@ class UnusedGradients(Moment):
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Drop the gradients of ``unused`` that no rank used. Collective where gradients are averaged."""
-        parameters = list(self._module.parameters())
+        parameters = [] if self._ranks is None else list(self._module.parameters())
         self._send(parameters, unused)
-        if not unused:
-            return
-        used_somewhere = self._used_somewhere(parameters)
+        used_somewhere = self._used_somewhere(parameters) if unused else set()
         for parameter in unused:
             if id(parameter) not in used_somewhere:
                 parameter.grad = None

@@ -200,8 +200,9 @@ class Run:
     def before_step(self, optimizer: Optimizer) -> Optimizer:
         """Look at a step of any optimizer; return what steps: itself, or for Adafactor what knows norms of shards."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        module_ids = {id(parameter) for parameter in (*self.module.parameters(), *self.units.shards())}
-        trains = any(id(parameter) in module_ids for parameter in parameters)
+        ids = set(map(id, parameters))
+        trained = itertools.chain(self.units.shards(), self.module.parameters())
+        trains = any(id(parameter) in ids for parameter in trained)
         if trains:  # else another model's, which another thread may train while this one is in its backward
             self.backward.unwind()
             if not in_backward():  # whose recomputations read what is registered now

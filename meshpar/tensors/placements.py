@@ -164,21 +164,22 @@ def clip_grad_norms_(
     elsewhere = set[int]() if apart is None else apart.counted_elsewhere()
     parts: dict[frozenset[str], list[list[Tensor]]] = {}
     twice = list[Tensor]()
+    axes_by_placement: dict[object, frozenset[str]] = {}
     for parameter in parameters:
-        if (grad := _placed_gradient(parameter)) is not None:
-            over = parts.setdefault(_split_over(grad, groups), [[] for _ in range(count)])
+        grad = _placed_gradient(parameter)
+        if grad is None and not parameter.requires_grad:
+            continue
+        key = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        if (axes := axes_by_placement.get(key)) is None:  # that of experts is a part of the data axis
+            axes_by_placement[key] = axes = frozenset(sharded_axes(parameter)).intersection(groups)
+        # A rank may have no gradient where another has: every rank joins the same reductions all the same.
+        over = parts.setdefault(axes, [[] for _ in range(count)])
+        if grad is not None:
             (twice if id(parameter) in elsewhere else over[rows.get(id(parameter), 0)]).append(local_tensor(grad))
-    # A rank may have no gradient where another has: every rank joins the same reductions all the same.
-    kinds = {_split_over(parameter, groups) for parameter in parameters if parameter.requires_grad}
-    wide = (
-        torch.float64
-        if any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
-        else torch.float32
-    )
-    empty: list[list[Tensor]] = [[] for _ in range(count)]
+    dtypes = {parameter.dtype for parameter in parameters}
+    wide = torch.float32 if dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
     powers = {
-        axes: torch.stack([_power(grads, norm_type, device).to(wide) for grads in parts.get(axes, empty)])
-        for axes in kinds | set(parts)
+        axes: torch.stack([_power(grads, norm_type, device).to(wide) for grads in over]) for axes, over in parts.items()
     }
     joined = _joined(powers, groups, norm_type, torch.zeros(count, device=device))
     if apart is not None:
@@ -187,11 +188,12 @@ def clip_grad_norms_(
     norms = joined if math.isinf(norm_type) else joined ** (1.0 / norm_type)
     if not math.isinf(max_norm):
         scale = (max_norm / (norms[0] + 1e-6)).clamp(max=1.0)
-        every = [twice, *(grads for found in parts.values() for grads in found)]
-        scales = {place: scale.to(place) for place in by_device(grad for grads in every for grad in grads)}
-        for grads in every:
-            for place, together in by_device(grads).items():
-                foreach.mul_(together, scales[place])
+        scales = {scale.device: scale}
+        for grads in [twice, *(grads for over in parts.values() for grads in over)]:
+            for grad_device, together in by_device(grads).items():
+                if grad_device not in scales:
+                    scales[grad_device] = scale.to(grad_device)
+                foreach.mul_(together, scales[grad_device])
     return norms
 
 
@@ -220,11 +222,6 @@ def _joined(
     return powers.get(frozenset(), none)
 
 
-def _split_over(tensor: Tensor, groups: Collection[str]) -> frozenset[str]:
-    """Return the axes of ``groups`` that split a tensor; that of experts is a part of the data axis."""
-    return frozenset(sharded_axes(tensor)).intersection(groups)
-
-
 def _placed_gradient(parameter: Tensor) -> Tensor | None:
     """Return the gradient, with partial sums reduced, divided as its parameter is."""
     grad: Any = parameter.grad
@@ -249,7 +246,7 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     grads = [grad.abs() if grad.is_complex() else grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device)
-    wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    wide = torch.float64 if torch.float64 in {grad.dtype for grad in grads} else torch.float32
     norms = [torch.stack(foreach.norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()]
     stacked = torch.cat([norm.to(device, non_blocking=True) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
