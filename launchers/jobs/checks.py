@@ -36,8 +36,7 @@ from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.experts import balance_problems
 from meshpar.training.objectives import teacher_problems
 from meshpar.training.samples import tokenizers_problem
-from meshpar.training.tables import PACKED, UNPLAIN, kind_of
-from meshpar.training.text import TextSource
+from meshpar.training.text import PACKED, UNPLAIN, TextSource, kind_of
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import TokenFile, training_texts
 from meshpar.training.tracking import usable

@@ -22,9 +22,8 @@ from meshpar.training.data import Batches, LoaderSettings, SampleSet
 from meshpar.training.examples import ExampleFile, ExampleSplit, RecordSource, prepare_examples
 from meshpar.training.lighthouse import this_replica
 from meshpar.training.samples import LabelledExamples, MappedSamples, MixedSamples, PackedTokens, PairedExamples
-from meshpar.training.tables import Reading
 from meshpar.training.template import ChatTemplate, chat_template
-from meshpar.training.text import STDLIB, SUFFIXES, TextSource
+from meshpar.training.text import STDLIB, SUFFIXES, Reading, TextSource
 from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 

@@ -21,7 +21,7 @@ from meshpar.passes.elsewhere import all_parameters
 from meshpar.training.elastic import Replicas
 from meshpar.training.lighthouse import this_replica
 from meshpar.training.loop import Trainer
-from meshpar.training.reporters import Console, Ended, Metrics, Reporter
+from meshpar.training.metrics import Console, Ended, Metrics, Reporter
 from meshpar.training.tracking import Trackers, facts_of
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mix
 from meshpar.launchers.recipes.yamlfile import Document, Place
 from meshpar.process.homes import expanded
 from meshpar.training.order import weights_problem
-from meshpar.training.tables import as_lines, kind_of
-from meshpar.training.text import SUFFIXES
+from meshpar.training.text import SUFFIXES, as_lines, kind_of
 from meshpar.weights import average_called
 
 Conflicts = Iterator[tuple[str, str]]

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, final
 from meshpar.core.errors import RecipeError
 from meshpar.process.imports import need
 from meshpar.training.examples import RecordSource
-from meshpar.training.tables import TABLES, UNPLAIN, Reading, kind_of, records_of
 from meshpar.training.template import SAID, ChatTemplate, Message, Spans
-from meshpar.training.text import STDLIB, TextSource
+from meshpar.training.text import STDLIB, TABLES, UNPLAIN, Reading, TextSource, kind_of, records_of
 from meshpar.training.tokenizer import Piece, TextTokenizer, batch_items
 
 if TYPE_CHECKING:
@@ -30,13 +29,8 @@ _BESIDE = ("system", "tools")
 _KEYS = {"role", "content", "weight"}
 _TRIED = 100  # records in which a key of a turn changes nothing, after which nothing reads it
 _COLUMNS = (*(name for form in _FORMS for name in form), *_BESIDE, *SAID)
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
+_ROLES = {"human": "user", "observation": "tool", "function_response": "tool"}
+_ROLES |= dict.fromkeys(("gpt", "function_call"), "assistant")
 """ShareGPT's names of roles; others stay as they are."""
 _KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
 QUESTION = "What does this function do?\n\n{code}"
@@ -62,14 +56,9 @@ class ChatSource:
 
     def fingerprint(self) -> str:
         """Return a hash of the files' names, sizes and times and of the template."""
-        parts = (
-            _FORMAT,
-            self._template().text,
-            sorted(self.template.variables.items()),
-            QUESTION,
-            TextSource(inputs=self.inputs, suffixes=TABLES).fingerprint(),
-            *(["skip"] if self.reading.skip else []),
-        )
+        template = self._template().text, sorted(self.template.variables.items())
+        files = TextSource(inputs=self.inputs, suffixes=TABLES).fingerprint()
+        parts = (_FORMAT, *template, QUESTION, files, *(["skip"] if self.reading.skip else []))
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _template(self) -> ChatTemplate:
@@ -105,7 +94,10 @@ class ChatSource:
                 for name in names - unread:
                     tried[name] = _TRIED
                     self.reading.unused.pop(name, None)
-                self.reading.leave(sorted(unread | _unused_keys(record)), f"{path}:{number}")
+                used = (*(_form(record) or ()), *_BESIDE)
+                # nulls and empty values say nothing
+                filled = {name for name, value in record.items() if value not in (None, "", [], {})}
+                self.reading.leave(sorted(unread | filled.difference(used)), f"{path}:{number}")
                 yield rendered
 
     def documents(self) -> Iterator[str]:
@@ -115,9 +107,8 @@ class ChatSource:
     def token_pieces(self, tokenizer: TextTokenizer) -> Iterator[Piece]:
         """Yield the ids of each conversation, and which count as labels: those that overlap the assistant's text."""
         for part in batch_items(self.conversations(), _BATCH):
-            for (_, spans), (ids, places) in zip(
-                part, tokenizer.encode_with_places([text for text, _ in part]), strict=True
-            ):
+            encoded = tokenizer.encode_with_places([text for text, _ in part])
+            for (_, spans), (ids, places) in zip(part, encoded, strict=True):
                 yield ids, True, _overlap(places, spans)
 
 
@@ -156,16 +147,11 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
             "messages), or remove it"
         )
     if form[0] == "prompt":
-        asked = _turns(record["prompt"], "user")
-        said = [
-            *(
-                {**message, "weight": 0}
-                if isinstance(message, Mapping) and message.get("role") == "assistant"
-                else message
-                for message in asked
-            ),
-            *_turns(record["completion"], "assistant"),
-        ]
+        said = [*_turns(record["prompt"], "user")]
+        for number, message in enumerate(said):
+            if isinstance(message, Mapping) and message.get("role") == "assistant":
+                said[number] = {**message, "weight": 0}
+        said += _turns(record["completion"], "assistant")
     elif form[0] == "instruction":
         if odd := [name for name in form if not isinstance(record.get(name, ""), str | None)]:
             raise RecipeError(f"{odd[0]} is a {type(record[odd[0]]).__name__}; expected a text")
@@ -197,12 +183,6 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
 def _form(record: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the keys of the form that a record has; None for none."""
     return next((form for form in _FORMS if all(record.get(name) is not None for name in form[:2])), None)
-
-
-def _unused_keys(record: Mapping[str, Any]) -> set[str]:
-    """Return the keys of a conversation's record that nothing reads; nulls and empty values say nothing."""
-    used = (*(_form(record) or ()), *_BESIDE)
-    return {name for name, value in record.items() if name not in used and value not in (None, "", [], {})}
 
 
 def _parse_list(value: Any, name: str) -> Any:  # noqa: ANN401 - of JSON
@@ -246,12 +226,8 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
             "tool_calls"
         )
     if isinstance(content, list):
-        other = [
-            part
-            for part in content
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str)
-        ]
-        if other:
+        kinds = [(part.get("type"), type(part.get("text"))) if isinstance(part, Mapping) else None for part in content]
+        if other := [part for part, kind in zip(content, kinds) if kind != ("text", str)]:
             raise RecipeError(
                 f"turn {place} ({role}) has the part {other[0]!r:.80}; expected text, or parts of type text: remove "
                 "the others"

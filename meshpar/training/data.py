@@ -102,8 +102,12 @@ class OrderedBatches:
                 here = self._mine(accumulate)
                 indices = self.mix.places(counts, sources, self.seed)[here[here < len(sources)]].tolist()
                 counts = self.mix.after(counts, sources)
-            indices += [FILLER] * (self.micro_batch * accumulate - len(indices))
-            yield from (indices[row : row + self.micro_batch] for row in range(0, len(indices), self.micro_batch))
+            yield from self.micro_batches(indices, accumulate)
+
+    def micro_batches(self, indices: list[int], accumulate: int) -> Iterator[list[int]]:
+        """Yield a step's micro-batches, the last of them filled."""
+        indices = indices + [FILLER] * (self.micro_batch * accumulate - len(indices))
+        return (indices[row : row + self.micro_batch] for row in range(0, len(indices), self.micro_batch))
 
     def accumulated(self, place: int) -> tuple[int, float]:
         """Return the micro-batches of the step that begins at a place of all epochs, and where their number changes."""
@@ -129,12 +133,8 @@ class OrderedBatches:
         """Return this rank's indices of the step that begins with the ``first`` of the samples that are left."""
         whole = self.micro_batch * accumulate * self.data_size
         here, places = self._mine(accumulate), need("numpy").array(self.places(first, whole), dtype="int64")
-        return self.at(places[here[here < len(places)]])
-
-    def at(self, places: Sequence[int]) -> list[int]:
-        """Return the indices of the samples at these places in the order of the epoch."""
-        order = need("numpy").array(places, dtype="int64")
-        return (order if self.seed is None else permute(order, self.samples, key_of(self.seed, self.epoch))).tolist()
+        places = places[here[here < len(places)]]
+        return (places if self.seed is None else permute(places, self.samples, key_of(self.seed, self.epoch))).tolist()
 
     def _mine(self, accumulate: int) -> Any:  # noqa: ANN401 - numpy is optional
         """Return the places of this rank's samples in a step, (accumulate x micro_batch,) int64."""
@@ -150,11 +150,9 @@ class Batches:
     >>> samples = PackedTokens(file, 1024)  # doctest: +SKIP
     >>> Batches(samples, micro_batch=8, data_rank=par.data_rank, data_size=par.data_size)  # doctest: +SKIP
 
-    A step is a list of ``accumulate`` micro-batches of ``micro_batch`` samples. An epoch's order is a permutation that
-    depends on ``seed`` and the epoch alone. Each step uses the next ``global_batch`` samples of this order, and each
-    data rank its slice of them. Fully masked samples fill the last step of an epoch: no sample is left out, and none is
-    used twice. With ``grow``, the size of a step follows from its place in the data, so a resume on any number of ranks
-    continues at the same place with the same size.
+    A step is a list of ``accumulate`` micro-batches of ``micro_batch`` samples. Its order depends on ``seed`` and the
+    epoch alone. Each step uses the next ``global_batch`` samples of it, and each data rank its slice of them; fully
+    masked samples fill the last step of an epoch. With ``grow``, the size of a step follows from its place in the data.
     """
 
     def __init__(
@@ -202,7 +200,6 @@ class Batches:
                 f"ranks, got {wrong[0]} of {dict(grow or {})}; use other sizes or a smaller micro_batch"
             )
         self.samples, self._replicas = samples, replicas
-        self._epoch, self._consumed, self._returned = 0, 0, tuple[int, ...]()
         self._sampler = OrderedBatches(
             len(samples),
             micro_batch=micro_batch,
@@ -291,11 +288,8 @@ class Batches:
         """Return one step's micro-batches for replica number ``replica`` of ``replicas``; the position stays."""
         self._place_sampler()
         sampler = self._sampler
-        count = sampler.micro_batch * sampler.accumulate
         indices = sampler.step(replica * sampler.global_batch, sampler.accumulate)
-        indices += [FILLER] * (count - len(indices))
-        size = sampler.micro_batch
-        return [self.samples.__getitems__(indices[row : row + size]) for row in range(0, count, size)]
+        return [self.samples.__getitems__(rows) for rows in sampler.micro_batches(indices, sampler.accumulate)]
 
     def has_share(self, replica: int) -> bool:
         """Return whether :meth:`share` has samples for this replica: at the end of an epoch it may have none."""
@@ -308,12 +302,8 @@ class Batches:
             self._place_sampler()
         size = size or self._sampler.global_batch
         whole = size * len(counted)
-        lost = [
-            position
-            for number, is_counted in enumerate(counted)
-            if not is_counted
-            for position in self._sampler.places(number * size, size)
-        ]
+        uncounted = [number for number, is_counted in enumerate(counted) if not is_counted]
+        lost = [place for number in uncounted for place in self._sampler.places(number * size, size)]
         self._consumed = min(len(self.samples), self._consumed + max(0, whole - len(self._returned)))
         self._returned = (*lost, *self._returned[whole:])
         if self._consumed >= len(self.samples) and not self._returned:
@@ -332,8 +322,7 @@ class Batches:
     def position(self) -> dict[str, Any]:
         """Return the position of the next step, the same on every rank; of a mix with each source's samples."""
         position: dict[str, Any] = {"epoch": self._epoch, "samples": self._consumed}
-        if self._returned:
-            position["returned"] = list(self._returned)
+        position |= {"returned": list(self._returned)} if self._returned else {}
         return position if self._sampler.mix is None else position | {"sources": list(self._counts)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -346,13 +335,9 @@ class Batches:
         Raises:
             RecipeError: the position belongs to other data or another order.
         """
-        own_state = self.state_dict()
-        differ = [
-            f"{name}: saved {state[name]!r}, now {own_state[name]!r}"
-            for name in ("seed", "data")
-            if state[name] != own_state[name]
-        ]
-        if differ:
+        now = self.state_dict()
+        names = [name for name in ("seed", "data") if state[name] != now[name]]
+        if differ := [f"{name}: saved {state[name]!r}, now {now[name]!r}" for name in names]:
             raise RecipeError(
                 f"the saved position is one in other data ({'; '.join(differ)}); resume with the same text, tokenizer, "
                 "sequence length and seed, or start a new run"
@@ -375,12 +360,8 @@ def _loader(samples: SampleSet, sampler: OrderedBatches, settings: LoaderSetting
     ahead: dict[str, Any] = {}
     if settings.workers:
         # forkserver: a fork of a process with tokenizer, gloo or CUDA threads may hang
-        ahead = {
-            "multiprocessing_context": "forkserver",
-            "persistent_workers": settings.persistent_workers,
-            "prefetch_factor": settings.prefetch,
-            "worker_init_fn": _leave_signals_to_the_trainer,
-        }
+        ahead = {"multiprocessing_context": "forkserver", "worker_init_fn": _leave_signals_to_the_trainer}
+        ahead |= {"persistent_workers": settings.persistent_workers, "prefetch_factor": settings.prefetch}
     stateful = need("torchdata.stateful_dataloader").StatefulDataLoader
     with warnings.catch_warnings():
         # torchdata 0.11's own call, deprecated in torch 2.13
@@ -388,16 +369,12 @@ def _loader(samples: SampleSet, sampler: OrderedBatches, settings: LoaderSetting
         return stateful(
             samples,
             batch_sampler=sampler,
-            collate_fn=_as_it_is,
+            collate_fn=dict,  # samples collate themselves
             num_workers=settings.workers,
             pin_memory=settings.pin_memory,
             generator=torch.Generator(),  # a separate one: reading data must not change the model's random state
             **ahead,
         )
-
-
-def _as_it_is(batch: TensorBatch) -> TensorBatch:
-    return batch
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:

@@ -67,10 +67,8 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     first, second = whole_row.split([cut, length - cut])
     other = (first + 1) % vocab_size
     rows = [(first, second), (other, second), (second, first), (first, second), (other, second)]
-    apart, swapped, joined = (
-        torch.cat([torch.arange(part) for part in parts])
-        for parts in ((cut, length - cut), (length - cut, cut), (length,))
-    )
+    orders = ((cut, length - cut), (length - cut, cut), (length,))
+    apart, swapped, joined = (torch.cat([torch.arange(part) for part in parts]) for parts in orders)
     batch: dict[str, Tensor] = {
         "input_ids": torch.stack([torch.cat(row) for row in rows]),
         "position_ids": torch.stack([apart, apart, swapped, joined, joined]),
@@ -88,9 +86,8 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
         logits = par.forward([part], logits_of)[0] if module is par.module else logits_of(module, part)
     if logits is None:
         return  # told by the objective
-    moved, control = (
-        (logits[[0, 3]] - logits[[1, 4]])[:, mask].abs().flatten(1).amax(1) if mask.any() else logits.new_zeros(2)
-    )
+    differences = (logits[[0, 3]] - logits[[1, 4]])[:, mask].abs().flatten(1)
+    moved, control = differences.amax(1) if mask.any() else logits.new_zeros(2)
     # where ranks split positions, the test of what mixes positions sees that a model counts them itself
     whole = len(mask) == length
     again = torch.cat([logits[2, length - cut :], logits[2, : length - cut]])

@@ -16,6 +16,7 @@ from meshpar.core.errors import PlanError, ReplicaError
 from meshpar.parallelized import Parallelized
 from meshpar.plan import lost_replica_problems
 from meshpar.training.data import Batches, TensorBatch
+from meshpar.training.lighthouse import Rendezvous, plain_name
 from meshpar.training.quorum import (
     Division,
     Quorum,
@@ -26,10 +27,7 @@ from meshpar.training.quorum import (
     Sum,
     decide,
 )
-from meshpar.training.rendezvous import Rendezvous, plain_name
 from meshpar.training.replicated import Replicated, Stateful, Summed
-
-_NEVER: Division = ((0, 0), ())
 
 
 @final
@@ -40,8 +38,7 @@ class Change:
     Attributes:
         step: number of completed steps.
         replicas: names of the replicas that train from now on.
-        lost: names of the replicas that were lost.
-        joined: names of the new replicas.
+        lost, joined: names of the replicas that were lost, and of the new ones.
         seconds: seconds that this replica waited.
     """
 
@@ -64,12 +61,11 @@ class Replicas:
     """Train one model in several replicas, each a job of its own with its own process group; a lost replica costs a
     step.
 
-    Every replica takes its share of each step's samples. Gradients are averaged over the replicas that are there,
-    weighted by their tokens, and every optimizer makes the same step. If a replica ends, hangs or is cut off, the
-    others complete the step without it, and its samples come again in the next steps. A new or returned replica gets
-    weights, optimizer state and the position in the data from a living one, compared by hash. torchft's lighthouse
-    decides which replicas are there. A step counts if the lighthouse has put together a quorum of replicas that have
-    its sum, so that a replica that was dropped commits nothing.
+    Every replica takes its share of each step's samples, and gradients are averaged over the replicas, weighted by
+    their tokens. If a replica ends, hangs or is cut off, the others complete the step without it, and its samples come
+    again in the next steps. A new or returned replica gets the state of a living one, compared by hash. A step counts
+    if torchft's lighthouse has put together a quorum of replicas that have its sum, so that a replica that was dropped
+    commits nothing.
 
     >>> with Replicas(par, optimizer, batches) as replicas:                 # doctest: +SKIP
     ...     while batches.epoch < 1:                                        # doctest: +SKIP
@@ -82,17 +78,15 @@ class Replicas:
     Every method is collective in the replica: all of its ranks call it.
 
     Args:
-        par: the parallel module of this replica: its mesh has no other replicas. All replicas start from the same
-            weights.
+        par: the parallel module of this replica alone. All replicas start from the same weights.
         optimizer: its optimizer.
-        data: the batches of this replica. They are read by the training process, without workers.
+        data: the batches of this replica, read without workers.
         state: state that a new replica also gets, with the position of ``data`` in it; None: the position alone.
         same: an object that must be equal on all replicas, such as settings; its ``repr`` is compared when they meet.
         lighthouse: ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``, which ``meshpar run --elastic=replicas`` sets.
         name: of this replica in messages; None: as the launcher says.
         replicas: number of replicas to wait for at the start; None: as the launcher says.
-        patience_s: seconds that replicas wait for one that does not answer, longer than the difference between their
-            step times.
+        patience_s: seconds that replicas wait for one that does not answer; more than their step times differ.
         wait_s: seconds that a new replica waits for the others.
 
     Attributes:
@@ -130,7 +124,7 @@ class Replicas:
         self._left = False  # the last step was given up: the others may have made it
         self._sum: Sum = (0, 0)
         self._life = 0  # steps that this process has committed
-        self._division = _NEVER  # of the samples of this step
+        self._division: Division = ((0, 0), ())  # of the samples of this step
         self._trained: tuple[str, ...] = ()
         self._began = 0.0
 
@@ -172,8 +166,7 @@ class Replicas:
         return self._sum
 
     def writes(self, *, last: bool = False) -> bool:
-        """Return whether this replica is the one that writes checkpoints and reports after this step, and has not been
-        dropped since.
+        """Return whether this replica is the one that writes checkpoints and reports after this step.
 
         Args:
             last: this replica trains no further: if it was not heard for a while, it asks whether its state is still
@@ -199,12 +192,10 @@ class Replicas:
         self._rendezvous.alive()
 
     def begin(self, asked: Callable[[], str | None] = lambda: None) -> list[TensorBatch]:
-        """Begin a step: let new replicas in, copy the state if this one is behind, and return the micro-batches of this
-        rank.
+        """Begin a step: let new replicas in, copy the state if this one is behind, and return the rank's batches.
 
         Args:
-            asked: returns the reason of a stop request on this rank, which ends a wait for other replicas; None: there
-                is none.
+            asked: returns the reason of a stop request on this rank, or None; it ends a wait for other replicas.
 
         Raises:
             ReplicaError: this replica does not reach the others any more; a new start of it may.
@@ -247,9 +238,8 @@ class Replicas:
 
         Returns:
             Number of tokens, then ``values``, each summed over the ranks of all replicas that counted: float64, in host
-            memory. None: the others have gone on without this replica, or the only samples of an epoch's last step were
-            those of lost ones. It has no gradients then, so that an optimizer changes nothing, and the next
-            :meth:`begin` copies the others' state, or shares the samples anew.
+            memory. None: the step does not count here; there are no gradients then, so that an optimizer changes
+            nothing, and the next :meth:`begin` copies the others' state, or shares the samples again.
 
         Raises:
             ReplicaError: see :meth:`begin`.
@@ -281,7 +271,12 @@ class Replicas:
         self._phase = ReplicaPhase.BEGINS
         if action is ReplicaAction.COMMIT:
             assert summed is not None
-            self._commit(summed, group)
+            summed.commit()
+            self.data.count(summed.counted)
+            self._life += 1
+            self.step, self._sum, self.counted = self.step + 1, group, tuple(summed.counted)
+            self._rendezvous.longest_s = max(self._rendezvous.longest_s, time.monotonic() - self._began)
+            self._rendezvous.succeed()
             if failed:
                 self._note_change(time.monotonic() - began)
             total, *parts = summed.totals.split([1, *(tensor.numel() for tensor in values)])
@@ -292,15 +287,6 @@ class Replicas:
         for parameter in self.par.module.parameters():
             parameter.grad = None
         return None
-
-    def _commit(self, summed: Summed, group: Sum) -> None:
-        """Take the sum for this replica's gradients, and count the step."""
-        summed.commit()
-        self.data.count(summed.counted)
-        self._life += 1
-        self.step, self._sum, self.counted = self.step + 1, group, tuple(summed.counted)
-        self._rendezvous.longest_s = max(self._rendezvous.longest_s, time.monotonic() - self._began)
-        self._rendezvous.succeed()
 
     def _decide(self, *, done: Sum | None = None) -> ReplicaAction:
         slots = enumerate(self._division[1]) if self._phase is ReplicaPhase.WAITS else ()

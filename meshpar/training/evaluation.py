@@ -174,17 +174,11 @@ class Harness:
         config = getattr(par.module, "config", None)
         lengths = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
         length = self.length or next((number for number in lengths if number), 2048)
-        results = harness.simple_evaluate(
-            model=_live(par, self.tokenizer, length, self.batch),
-            tasks=list(self.tasks),
-            task_manager=self._manager(),
-            limit=self.limit,
-            num_fewshot=self.shots,
-            bootstrap_iters=0,
-            random_seed=None,  # the training's own random state stays
-            numpy_random_seed=None,
-            torch_random_seed=None,
-        )
+        # the training's own random state stays
+        how = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
+        how |= {"tasks": list(self.tasks), "task_manager": self._manager(), "bootstrap_iters": 0}
+        model = _live(par, self.tokenizer, length, self.batch)
+        results = harness.simple_evaluate(model=model, limit=self.limit, num_fewshot=self.shots, **how)
         return {
             f"{task}/{name.partition(',')[0]}": float(value)
             for task, values in results["results"].items()

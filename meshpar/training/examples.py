@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -18,8 +19,16 @@ from meshpar.core.errors import RecipeError
 from meshpar.process.build_once import build_once
 from meshpar.process.imports import need
 from meshpar.training.order import check_held_out, held_out
-from meshpar.training.tables import TABLES, Reading, records_of, warn_of
-from meshpar.training.text import STDLIB, TextSource, standard_library, standard_library_root
+from meshpar.training.text import (
+    STDLIB,
+    TABLES,
+    Reading,
+    TextSource,
+    records_of,
+    standard_library,
+    standard_library_root,
+    warn_of,
+)
 from meshpar.training.tokenizer import TextTokenizer, batch_items
 
 if TYPE_CHECKING:
@@ -77,10 +86,15 @@ class RecordSource:
     def fingerprint(self) -> str:
         """Return a hash of the files' names, sizes and times and of the settings."""
         files = TextSource(inputs=self.inputs, suffixes=TABLES).fingerprint()
-        skips = "\0skip" if self.reading.skip else ""
-        return hashlib.sha256(
-            f"{_RECORDS_FORMAT}\0{self.kind}\0{self.field}\0{self.output_field}\0{files}{skips}".encode()
-        ).hexdigest()
+        parts = (
+            _RECORDS_FORMAT,
+            self.kind,
+            self.field,
+            self.output_field,
+            files,
+            *(["skip"] if self.reading.skip else []),
+        )
+        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
     def files(self) -> list[Path]:
         """Return the files; raises RecipeError if an input matches no file."""
@@ -146,19 +160,15 @@ def lines_of_modules() -> Iterator[TextPair]:
 
 def _drop_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
     first, second = node.body[0], node.body[1]
-    body = (
-        lines[node.lineno - 1 : first.lineno - 1]
-        + lines[min(first.end_lineno or 0, second.lineno - 1) : node.end_lineno]
-    )
-    margin = " " * node.col_offset
-    return "".join(line.removeprefix(margin) for line in body).rstrip()
+    body = lines[node.lineno - 1 : first.lineno - 1]
+    body += lines[min(first.end_lineno or 0, second.lineno - 1) : node.end_lineno]
+    return "".join(line.removeprefix(" " * node.col_offset) for line in body).rstrip()
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleFile:
-    """Describe examples on the disk: the concatenated ids of all inputs with the end of each, and the same for all
-    outputs.
+    """Describe examples on the disk: the ids of all inputs with the end of each, and the same for all outputs.
 
     Attributes:
         folder: folder of ``input.npy``, ``input_ends.npy``, ``output.npy``, ``output_ends.npy`` and a description.
@@ -187,6 +197,7 @@ class ExampleFile:
         lists = {name: tuple(fields.get(name, ())) for name in ("classes", "notes")}
         return cls(folder=folder, **{**fields, **lists})
 
+    @functools.cache  # noqa: B019 - one file a process, by its fingerprint
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all inputs (``input``) or outputs (``output``) and their ends, memory-mapped."""
         numpy = need("numpy")
@@ -196,7 +207,7 @@ class ExampleFile:
     def row(self, name: str, index: int) -> np.ndarray:
         """Return the ids of one input or output."""
         ids, ends = self.column(name)
-        return ids[ends[index - 1] if index else 0 : ends[index]]
+        return ids[int(ends[index - 1]) if index else 0 : int(ends[index])]
 
 
 @final
@@ -224,10 +235,11 @@ def prepare_examples(
     check_held_out(validation, validation_fraction)
     parts = (source.fingerprint(), None if validation is None else validation.fingerprint(), tokenizer.fingerprint())
     key = hashlib.sha256(repr((_FORMAT, parts, source.kind, validation_fraction, seed)).encode()).hexdigest()[:16]
-    folder = build_once(
-        Path(cache) / f"examples-{key}",
-        lambda made: _write_all(made, source, validation, tokenizer, validation_fraction, seed),
-    )
+
+    def build(folder: Path) -> None:
+        _write_all(folder, source, validation, tokenizer, validation_fraction, seed)
+
+    folder = build_once(Path(cache) / f"examples-{key}", build)
     has_validation, train = (folder / "validation").is_dir(), ExampleFile.open(folder / "train")
     warn_of(train.notes)
     return ExampleSplit(train=train, validation=ExampleFile.open(folder / "validation") if has_validation else None)
@@ -248,12 +260,8 @@ def _write_all(
         raise RecipeError(
             f"{', '.join(source.inputs)} give {what}; give some{', of two classes at least' if count else ''}{notes}"
         )
-    about: dict[str, Any] = {
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "pad_id": tokenizer.pad_id,
-        "classes": classes,
-    }
+    about: dict[str, Any] = {name: getattr(tokenizer, name) for name in ("vocab_size", "eos_id", "pad_id")}
+    about["classes"] = classes
     is_held_out = held_out(count, fraction, seed) if fraction else None
     names = ["train", *(["validation"] if validation is not None or fraction else [])]
     with ExitStack() as stack:
@@ -267,9 +275,7 @@ def _write_all(
                 )
             for _, part in _encode_records(validation, classes, tokenizer):
                 writers[1].add(*part)
-        about["notes"] = [
-            note for samples in (source, validation) if samples is not None for note in samples.reading.notes()
-        ]
+        about["notes"] = [note for records in (source, validation) if records for note in records.reading.notes()]
 
 
 def _count_records(source: RecordSource) -> tuple[int, list[str]]:

@@ -45,10 +45,9 @@ class ExpertLoad:
                 f"balance_loss={balance_loss} needs the logits of all routers on the rank of the loss, and the plan "
                 "divides layers over ranks; use balance_rate, or a mesh without that axis"
             )
-        if self._layers is None and (
-            problems := list(balance_problems(par.module, par.layout, balance_rate, balance_loss))
-        ):
-            raise MeshparError("; ".join(problems))
+        problems = balance_problems(par.module, par.layout, balance_rate, balance_loss)
+        if self._layers is None and (text := "; ".join(problems)):
+            raise MeshparError(text)
         self._par, self._rate, self._coefficient, self._steps = par, balance_rate, balance_loss, 0
         experts = _modules(par.module, par.layout.experts.modules)
         self._sizes = [len(next(child.parameters(recurse=False))) for child in experts]
@@ -59,9 +58,8 @@ class ExpertLoad:
         self._logits: dict[int, list[Tensor]] = {}
         in_order = _modules(par.module, par.layout.experts.in_order)
         for module, counts in zip(experts, self._micro.split(self._sizes)):
-            module.register_forward_pre_hook(
-                partial(self._count, counts, module in in_order), with_kwargs=True, prepend=True
-            )
+            count = partial(self._count, counts, module in in_order)
+            module.register_forward_pre_hook(count, with_kwargs=True, prepend=True)
         for number, module in enumerate(_modules(par.module, par.layout.experts.routers)):
             module.register_forward_hook(partial(self._route, number))
 
@@ -78,10 +76,8 @@ class ExpertLoad:
         else:
             tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
             chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())
-            weights = next(
-                (tensor for tensor in tensors if tensor.is_floating_point() and tensor.shape == chosen.shape),
-                torch.ones_like(chosen),
-            )
+            floats = (tensor for tensor in tensors if tensor.is_floating_point() and tensor.shape == chosen.shape)
+            weights = next(floats, torch.ones_like(chosen))
             self._choices += chosen.numel()
         # what is no expert, the exchange refuses on all ranks
         valid = (weights != 0) & (chosen >= 0) & (chosen < len(counts))
@@ -93,9 +89,8 @@ class ExpertLoad:
         if not module.training or in_backward():
             return
         logits_NE = (output if isinstance(output, Tensor) else output[0]).flatten(0, -2)
-        entropy = torch.special.entr(logits_NE.detach().softmax(-1, dtype=torch.float32)).sum() / math.log(
-            max(2, logits_NE.shape[-1])
-        )
+        most = math.log(max(2, logits_NE.shape[-1]))
+        entropy = torch.special.entr(logits_NE.detach().softmax(-1, dtype=torch.float32)).sum() / most
         self._entropy += torch.stack([entropy, entropy.new_full((), len(logits_NE))])
         if self._coefficient:  # nothing is computed of them here, which a recomputation would have to repeat
             self._logits.setdefault(place, []).append(logits_NE)
@@ -125,13 +120,10 @@ class ExpertLoad:
         summed = self._par.data_sum(torch.cat([self._micro, *numbers]))
         counts, rows, total = summed.split([len(self._micro), len(logits), 1])
         self._fold()
-        losses = [
-            len(count)
-            * (
-                count / count.sum().clamp(min=1) * scores.softmax(-1, dtype=torch.float32).sum(0) / row.clamp(min=1)
-            ).sum()
-            for scores, count, row in zip(logits, counts.split(self._sizes), rows, strict=True)
-        ]
+        losses = []
+        for scores, count, row in zip(logits, counts.split(self._sizes), rows, strict=True):
+            sums = scores.softmax(-1, dtype=torch.float32).sum(0)
+            losses.append(len(count) * (count / count.sum().clamp(min=1) * sums / row.clamp(min=1)).sum())
         return self._coefficient * total[0] * torch.stack(losses).mean()
 
     def _fold(self) -> None:
@@ -163,10 +155,8 @@ class ExpertLoad:
         if not self._steps:
             return {}
         dtype = torch.float32 if self._par.device.type == "mps" else torch.float64
-        flat = self._par.data_sum(
-            torch.cat([counter.to(dtype).reshape(-1) for counter in (self._seen, self._choices, self._entropy)])
-        )
-        sizes = self._sizes
+        counters, sizes = (self._seen, self._choices, self._entropy), self._sizes
+        flat = self._par.data_sum(torch.cat([counter.to(dtype).reshape(-1) for counter in counters]))
         if self._layers is not None:
             every = self._layers.gathered((flat.cpu(), sizes))
             sizes = [size for _, sizes_of_stage in every for size in sizes_of_stage]
@@ -177,14 +167,12 @@ class ExpertLoad:
             return {}
         seen, (choices, entropy, tokens) = flat[:-3], flat[-3:]
         shares = [part / part.sum().clamp(min=1.0) for part in seen.split(sizes)]
-        balance = torch.stack(
-            [torch.special.entr(share).sum() / math.log(max(2, len(share))) for share in shares]
-        ).mean()
-        report = {"least": seen.min() / steps, "most": seen.max() / steps, "balance": balance}
+        balances = [torch.special.entr(share).sum() / math.log(max(2, len(share))) for share in shares]
+        report = {"least": seen.min() / steps, "most": seen.max() / steps, "balance": torch.stack(balances).mean()}
         report["dropped"] = 1 - seen.sum() / choices.clamp(min=1)
         if self._par.layout.experts.routers:
             report["entropy"] = entropy / tokens.clamp(min=1)
-        for counter in (self._seen, self._choices, self._entropy):
+        for counter in counters:
             counter.zero_()
         return {f"experts/{name}": value for name, value in report.items()}
 
@@ -194,17 +182,13 @@ def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float
     name, experts = class_name(module), _modules(module, layout.experts.modules)
     if layout.experts.balance_refusal:
         yield layout.experts.balance_refusal
-    if (
-        balance_rate
-        and experts
-        and not any(parameter.requires_grad for module in experts for parameter in module.parameters())
-    ):
+    trained = any(parameter.requires_grad for module in experts for parameter in module.parameters())
+    if balance_rate and experts and not trained:
         yield f"balance_rate={balance_rate} changes biases of frozen experts, as with adapters; set it to 0"
     elif balance_rate:
         biases = _biases(module, layout)
-        if not experts or [bias.shape for bias in biases] != [
-            next(child.parameters(recurse=False)).shape[:1] for child in experts
-        ]:
+        shapes = [next(child.parameters(recurse=False)).shape[:1] for child in experts]
+        if not experts or [bias.shape for bias in biases] != shapes:
             yield (
                 f"balance_rate={balance_rate} moves a bias (E,) beside each router, and {name} has {len(biases)} for "
                 f"{len(experts)} layers of experts; use balance_loss, a model with such biases "

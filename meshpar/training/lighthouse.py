@@ -1,4 +1,4 @@
-"""The membership of a job of several replicas: torchft's lighthouse decides, by heartbeats and by majority."""
+"""The membership of a job of several replicas, which torchft's lighthouse decides, and their groups of peers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,30 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol, cast, final
+from typing import Any, Protocol, TypeVar, cast, final
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshpar._torch.groups import bound
 from meshpar.core import runtime
-from meshpar.core.errors import ReplicaError
+from meshpar.core.errors import MeshparError, ReplicaError, brief
 from meshpar.process.imports import need
-from meshpar.training.quorum import Quorum, QuorumMember
+from meshpar.training.quorum import Division, Quorum, QuorumMember
+from meshpar.training.stop import StopAskedError
+
+T = TypeVar("T")
 
 _BEAT_S, _DEAD_S, _SLICE_S = 0.3, 2.5, 5.0
 _FIRST_STEP_S = 600.0
+_ALONE_S = 30.0  # that a replica waits for others before the first step, and for an answer beyond two steps
+_MOST_TRIES = 12
+_CONNECT_S = 5.0  # gloo tries five times
 GIVE_A_LIGHTHOUSE = "start the job with `meshpar run --elastic=replicas`, or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
 
 
@@ -176,3 +186,222 @@ def connect(member: QuorumMember, name: str, rank: int, size: int, timeout_s: fl
 def _torchft() -> Any:  # noqa: ANN401 - an optional package
     runtime.quiet("RUST_LOG")
     return need("torchft.coordination", extra="replicas")
+
+
+@final
+class Together:
+    """Let the ranks of a replica decide alike: rank 0 speaks for it, and an error of one is all ranks'. Collective."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.error = "another rank of this replica failed"
+        self._group: dist.ProcessGroup | None = None
+        if dist.get_world_size() > 1:
+            self._group = runtime.new_host_group("replica", timeout_s)
+
+    def tell(self, act: Callable[[], T]) -> T:
+        """Run ``act`` on rank 0 of the replica alone and return its result, or raise its error, on every rank."""
+        outcome: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                outcome = [(act(), None)]
+            except MeshparError as error:
+                outcome = [(None, error)]
+            except Exception as error:  # noqa: BLE001 - the other ranks, which wait for it, must hear of it
+                outcome = [(None, ReplicaError(f"rank 0 of this replica failed: {brief(error)}"))]
+                outcome[0][1].__cause__ = error
+        if self._group is not None:
+            dist.broadcast_object_list(outcome, src=0, group=self._group)
+        result, failure = outcome[0]
+        if failure is not None:
+            raise failure
+        return cast("T", result)
+
+    def attempt(self, act: Callable[[], T]) -> T | None:
+        """Return the result of ``act``, which needs the other replicas; None on every rank where it failed on one."""
+        result: T | None = None
+        try:
+            result = act()
+            good = True
+        except RuntimeError as error:
+            if isinstance(error, MeshparError):
+                raise
+            good, self.error = False, f"{type(error).__name__}: {error}"
+        if self._group is None:
+            return result if good else None
+        flag = torch.tensor(int(good))
+        dist.all_reduce(flag, dist.ReduceOp.MIN, self._group)
+        return result if flag else None
+
+    def did(self, act: Callable[[], object]) -> bool:
+        """Run ``act``, which needs the other replicas, and return whether it succeeded on every rank."""
+        return self.attempt(lambda: [act()]) is not None
+
+
+def plain_name(name: str) -> str:
+    """Return a replica's name without the number of its process."""
+    return name.rpartition(":")[0]
+
+
+@final
+@dataclass(slots=True)
+class PeerGroup:
+    """A group of this rank's peers in other replicas, and whether their states have been compared."""
+
+    peers: Peers
+    division: Division
+    compared: bool = False
+
+
+@final
+class Rendezvous:
+    """This replica at the lighthouse, and its group with the others. Every method but :meth:`alive` is collective.
+
+    ``first``: it led the last quorum; ``term``: how often it came to lead; ``quorum`` None: the next step needs
+    another.
+    """
+
+    def __init__(
+        self, lighthouse: str | None, name: str | None, replicas: int | None, patience_s: float, wait_s: float
+    ) -> None:
+        launched, count = this_replica()
+        self.expected = count if replicas is None else replicas
+        self._patience_s, self._wait_s = patience_s, wait_s
+        self.ranks = Together(patience_s + _ALONE_S)
+        self._membership: Membership | None = None
+        until, entered = time.monotonic() + wait_s, None
+        while entered is None:  # in slices, for each of which the other ranks of the replica wait
+            entered = self.ranks.tell(lambda: self._enter(lighthouse or lighthouse_address(), name or launched, until))
+        self.name: str = entered
+        self.quorum: Quorum | None = None
+        self._group: PeerGroup | None = None
+        self._failures, self._tries = 0, 0
+        self.longest_s, self.first, self.term = 0.0, False, 0
+        self.waits_since = time.monotonic()
+
+    def _enter(self, lighthouse: str, name: str, until: float) -> str | None:
+        """Return the name at the lighthouse, on rank 0; None: it does not answer yet."""
+        if not lighthouse:
+            raise ReplicaError(
+                f"the job has no lighthouse, through which replicas find one another; {GIVE_A_LIGHTHOUSE}"
+            )
+        try:
+            self._membership = Membership(
+                lighthouse, name, patience_s=self._patience_s, wait_s=min(_CONNECT_S, until - time.monotonic())
+            )
+        except ReplicaError:
+            if time.monotonic() > until:
+                raise
+            return None
+        return self._membership.name
+
+    def close(self) -> None:
+        """Leave the others, which then do not wait for this replica."""
+        if self._membership is not None:
+            self._membership.close()
+        self.disconnect()
+
+    def alive(self) -> None:
+        """Report progress to the lighthouse."""
+        if self._membership is not None:
+            self._membership.moved(self.longest_s)
+
+    def is_current(self) -> bool:
+        """Return whether this replica was heard all the time since the last quorum."""
+        return self.ranks.tell(lambda: self._membership is not None and self._membership.current())
+
+    def ask(self, member: QuorumMember, *, after: int, trained: bool, asked: Callable[[], str | None]) -> Quorum:
+        """Get the quorum that decides whether a step counts, or with whom to train one ``after`` so many steps."""
+        began = time.monotonic()
+        self.waits_since = min(self.waits_since, began)  # after a restore, which may take longer on others
+        unknown = after == 0 or member.step < 0 or not trained
+        limit_s = self._wait_s if unknown else _ALONE_S + 2 * self.longest_s
+
+        def ask_once() -> Quorum | None:
+            assert self._membership is not None
+            quorum = self._membership.ask(
+                replace(member, failures=self._failures, waited=time.monotonic() - self.waits_since)
+            )
+            waited = time.monotonic() - began
+            if quorum is not None and (member.waits or self.name in quorum.names):
+                fresh = quorum.best[1] == (0, 0)  # nobody has trained yet: refused by all alike
+                # By what all members know: if each went by its own clock, one might connect while another still waits,
+                # in turns, for ever.
+                longest_s = max(member.waited for member in quorum.members)
+                if not fresh or trained or len(quorum.members) >= self.expected or longest_s > _ALONE_S:
+                    return quorum
+                time.sleep(0.1)
+            if waited > limit_s:
+                raise ReplicaError(
+                    f"replica {plain_name(self.name)} found no other replicas to train with in {waited:.0f} s after "
+                    f"step {after}: the lighthouse does not answer, or its quorum leaves this replica out; start the "
+                    "replica again, or start the job from its newest checkpoint"
+                )
+            if reason := asked():
+                raise StopAskedError(reason)
+            return None
+
+        quorum = None
+        while quorum is None:
+            quorum = self.ranks.tell(ask_once)
+        self.quorum, self._failures = quorum, quorum.key[1]
+        leads = quorum.leader.name == self.name
+        self.first, self.term = leads, self.term + (leads and not self.first)
+        return quorum
+
+    @property
+    def peers(self) -> Peers:
+        """The group with the peers of this rank."""
+        if self._group is None:
+            raise RuntimeError("there is no group")
+        return self._group.peers
+
+    @property
+    def compared(self) -> Division | None:
+        """The group whose members have compared their states; None: there is none."""
+        return self._group.division if self._group is not None and self._group.compared else None
+
+    def connect(self) -> None:
+        """Make the group of this rank's peers among the members that are ready, unless it is the one that there is."""
+        assert self.quorum is not None
+        members, division = self.quorum.ready, self.quorum.group
+        if self._group is not None and self._group.division == division:
+            return
+        self.disconnect()
+        (number, failures), names = division
+        # With the members: those that complete a step meet before those that join, in one quorum.
+        path = f"{number}.{failures}/{' '.join(names)}/{dist.get_rank()}"
+        limit_s = min(_CONNECT_S, self._patience_s)
+        peers = connect(members[0], path, names.index(self.name), len(names), limit_s)
+        bound(peers, self._patience_s)
+        self._group = PeerGroup(peers, division)
+
+    def compare(self, compare: Callable[[Peers], None]) -> bool:
+        """Compare the states of the group's members, unless they have been; return whether all ranks could."""
+        assert self._group is not None
+        if not self._group.compared:
+            self._group.compared = self.ranks.did(lambda: compare(self.peers))
+        return self._group.compared
+
+    def disconnect(self) -> None:
+        """Close the group."""
+        if self._group is not None:
+            self._group.peers.shutdown()
+        self._group = None
+
+    def succeed(self) -> None:
+        """Note that an exchange with the others succeeded."""
+        self._tries = 0
+        self.alive()
+
+    def fail(self, after: int) -> None:
+        """Note that an exchange with the others failed: the next one needs another quorum and group."""
+        self._tries += 1
+        if self._tries == _MOST_TRIES:
+            raise ReplicaError(
+                f"replica {plain_name(self.name)} failed {_MOST_TRIES} times in a row to exchange with the others "
+                f"after step {after}, the last time with {self.ranks.error!r}; check that the hosts of all replicas "
+                "reach one another (GLOO_SOCKET_IFNAME names the interface), then start the replica again"
+            )
+        self._failures += 1
+        self.quorum = None
+        self.disconnect()

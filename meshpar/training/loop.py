@@ -26,10 +26,9 @@ from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
 from meshpar.training.elastic import Change, Replicas
 from meshpar.training.evaluation import Evaluation
-from meshpar.training.metrics import Meter, Reports
+from meshpar.training.metrics import Ended, Meter, Reporter, Reports
 from meshpar.training.objectives import Objective
 from meshpar.training.optimizer import LossScaler, Schedule
-from meshpar.training.reporters import Ended, Reporter
 from meshpar.training.settings import Every, Outcome, TrainSettings
 from meshpar.training.step import BatchLosses, Sums, TrainStep
 from meshpar.training.stop import StopAskedError, StopRequest
@@ -250,16 +249,9 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resume needs besides model and optimizer: plain data, the same on every rank."""
-        return {
-            "step": self.step,
-            "seed": self.settings.seed,
-            "data": self.data.state_dict(),
-            "owes": list(self.validations.owes),
-            "makes_up": False,
-            **self.course.state_dict(),
-            **self.reports.state_dict(),
-            **self._work.state_dict(),
-        }
+        state = {"step": self.step, "seed": self.settings.seed, "data": self.data.state_dict(), "makes_up": False}
+        state |= {"owes": list(self.validations.owes)} | self.course.state_dict()
+        return state | self.reports.state_dict() | self._work.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, after the caller has restored model and optimizer.
@@ -485,11 +477,8 @@ def _check_separates(par: Parallelized, objective: Objective, loaders: Sequence[
 def _check_ranks(par: Parallelized, data: Batches, validation: Batches | None, *settings: object) -> None:
     """Check that all ranks train the same parameters on the same data with the same settings. Collective."""
     par.check_replicas()
-    parts = {
-        "training data": data.state_dict(),
-        "validation data": None if validation is None else validation.samples.fingerprint,
-        "batch sizes": (data.global_batch, None if validation is None else validation.global_batch),
-        "settings": settings,
-    }
+    validated = (None, None) if validation is None else (validation.samples.fingerprint, validation.global_batch)
+    parts = {"training data": data.state_dict(), "validation data": validated[0], "settings": settings}
+    parts["batch sizes"] = (data.global_batch, validated[1])
     digests = {name: torch.tensor(list(hashlib.sha256(repr(part).encode()).digest())) for name, part in parts.items()}
     check_equal(digests, dict.fromkeys(digests, [0] * dist.get_world_size()), "what the ranks were given")

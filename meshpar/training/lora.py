@@ -93,9 +93,8 @@ def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
     except ValueError as error:
         raise RecipeError(f"lora: {error}") from error
     adapted = _replace_packed(model, settings)
-    if odd := [
-        name for name, layer in adapted.items() if NAME not in layer.lora_A or not hasattr(layer.lora_A[NAME], "weight")
-    ]:
+    weighted = {name: NAME in layer.lora_A and hasattr(layer.lora_A[NAME], "weight") for name, layer in adapted.items()}
+    if odd := [name for name in adapted if not weighted[name]]:
         raise RecipeError(
             f"lora.targets name {odd[0]}, a {type(adapted[odd[0]].base_layer).__name__}; adapters require linear layers"
         )
@@ -106,14 +105,9 @@ def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
 
 def config_of(settings: LoRA, targets: str | list[str], **others: Any) -> Any:  # noqa: ANN401 - peft's own arguments
     """Return peft's config of adapters on the linear layers ``targets`` and on the packed weights of the settings."""
-    return _peft().LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=targets,
-        target_parameters=list(settings.parameters) or None,
-        **others,
-    )
+    sizes = {"r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": settings.dropout}
+    parameters = list(settings.parameters) or None
+    return _peft().LoraConfig(target_modules=targets, target_parameters=parameters, **sizes, **others)
 
 
 @final
@@ -127,11 +121,8 @@ class PackedAdapter(nn.Module):
         super().__init__()
         layer: Any = built
         self.base_layer, self.lora_A, self.lora_B = layer.base_layer, layer.lora_A, layer.lora_B
-        self.leaf, self.scale, self._swaps = (
-            str(layer.parameter_name),
-            float(layer.scaling[NAME]),
-            not layer._did_swap_in_out_features,
-        )
+        self.leaf, self.scale = str(layer.parameter_name), float(layer.scaling[NAME])
+        self._swaps = not layer._did_swap_in_out_features
         self._whole: list[Any] = []  # in a list, for it is no parameter of this module
         inner = self.inner()
         inner.register_forward_pre_hook(self._begin)  # FSDP2's own, which gathers, comes before
@@ -156,11 +147,8 @@ class PackedAdapter(nn.Module):
         weight = local(whole) if isinstance(whole, DTensor) else whole
         pair = [getattr(self, part)[NAME].weight for part in ("lora_A", "lora_B")]
         pair = [factor.to_local() if isinstance(factor, DTensor) else factor for factor in pair]
-        parts = (
-            [(axis, how.dim) for axis, how in enumerate(whole.placements) if isinstance(how, Shard)]
-            if weight is not whole
-            else []
-        )
+        placements = () if weight is whole else whole.placements
+        parts = [(axis, how.dim) for axis, how in enumerate(placements) if isinstance(how, Shard)]
         for axis, _ in parts:  # a rank's part of W gives a part of the gradient of A and B
             pair = [copy_weight(factor, whole.device_mesh.get_group(axis)) for factor in pair]
         factors = list(self.factors(pair[0], pair[1], len(whole)))
@@ -260,14 +248,10 @@ def _check_packed(model: nn.Module, endings: tuple[str, ...]) -> None:
     """Raise RecipeError if an ending names anything but a packed weight."""
     for ending in endings:
         named = {name: parameter for name, parameter in model.named_parameters() if f".{name}".endswith(f".{ending}")}
-        wrong = next(
-            (f"{name} {tuple(parameter.shape)}" for name, parameter in named.items() if parameter.ndim != 3),
-            None if named else "nothing",
-        )
-        if wrong is not None:
-            packed = sorted(
-                {".".join(name.split(".")[-2:]) for name, parameter in model.named_parameters() if parameter.ndim == 3}
-            )
+        others = (f"{name} {tuple(parameter.shape)}" for name, parameter in named.items() if parameter.ndim != 3)
+        if (wrong := next(others, None if named else "nothing")) is not None:
+            names = (name for name, parameter in model.named_parameters() if parameter.ndim == 3)
+            packed = sorted({".".join(name.split(".")[-2:]) for name in names})
             raise RecipeError(
                 f"lora.parameters {ending!r} names {wrong}, expected a packed weight (experts, rows, columns); this "
                 f"model has {', '.join(packed) or 'none, so drop lora.parameters'}"
@@ -293,9 +277,8 @@ def _replace_packed(model: nn.Module, settings: LoRA) -> dict[str, Any]:
 def _fill_adapters(model: nn.Module, adapted: Mapping[str, Any]) -> None:
     """Allocate and initialise the adapters of a model that already has weights."""
     for name, layer in adapted.items():
-        device = next(
-            parameter.device for own_name, parameter in layer.named_parameters() if not _is_adapter(f".{own_name}")
-        )
+        names = {name_inside: parameter.device for name_inside, parameter in layer.named_parameters()}
+        device = next(device for name_inside, device in names.items() if not _is_adapter(f".{name_inside}"))
         for part in ("lora_A", "lora_B"):
             inner = getattr(layer, part)[NAME]
             shape = tuple(inner.weight.shape)
@@ -320,20 +303,19 @@ def _adapt_layout(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, A
     heads: dict[str, int] = {}
     for pattern, count in layout.tensor.heads.items():
         for name, _ in find_modules(model, pattern):
-            heads |= dict.fromkeys(
-                [f"{name}.base_layer", f"{name}.lora_B.{NAME}"] if name in adapted else [name], count
-            )
+            parts = [f"{name}.base_layer", f"{name}.lora_B.{NAME}"] if name in adapted else [name]
+            heads |= dict.fromkeys(parts, count)
     tied = tuple(tuple(_move_name(name, adapted) for name in group) for group in layout.tied)
+    modules, in_order = (
+        tuple(_inside(name, adapted) for pattern in patterns for name, _ in find_modules(model, pattern))
+        for patterns in (layout.experts.modules, layout.experts.in_order)
+    )
     return replace(
         layout,
         tensor=replace(layout.tensor, styles=table, heads=heads, copied_heads=(), refusal=refusal),
         init=_Initialiser(layout, adapted),
         tied=tied,
-        experts=replace(
-            layout.experts,
-            modules=_around(model, layout.experts.modules, adapted),
-            in_order=_around(model, layout.experts.in_order, adapted),
-        ),
+        experts=replace(layout.experts, modules=modules, in_order=in_order),
         weights=WeightMap((*_renames(model), *layout.weights.rules)),
     )
 
@@ -343,10 +325,6 @@ def _inside(name: str, adapted: Mapping[str, Any]) -> str:
     while name in adapted:
         name += ".base_layer"
     return name
-
-
-def _around(model: nn.Module, patterns: tuple[str, ...], adapted: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(_inside(name, adapted) for pattern in patterns for name, _ in find_modules(model, pattern))
 
 
 def _move_name(name: str, adapted: Mapping[str, Any]) -> str:

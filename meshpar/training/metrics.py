@@ -1,14 +1,21 @@
-"""Metrics of a run: every rank measures, one small all-reduce per report combines, one rank publishes."""
+"""Metrics of a run: every rank measures, one all-reduce per report combines, the reporters of one rank publish them, in
+``metrics.jsonl`` and on the console: a progress bar on a terminal, plain lines elsewhere.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO, cast, final
 
 import torch
 from torch import nn
@@ -17,9 +24,179 @@ from meshpar.core.errors import brief
 from meshpar.parallelized import Parallelized
 from meshpar.passes.elsewhere import all_parameters
 from meshpar.process.accelerators import peak_flops
-from meshpar.training.reporters import Reporter
+from meshpar.process.imports import need
+from meshpar.process.leftovers import write_durably
+from meshpar.process.signals import Lenient
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 log = logging.getLogger(__name__)
+
+Metrics = Mapping[str, float]
+Ended = Literal["complete", "stopped", "failed"]
+"""How a run ended: with all its steps, by a stop request, after which it can be resumed, or by an error."""
+
+_SHOWN = (
+    ("train/loss", "loss {:.4f}"),
+    ("train/accuracy", "accuracy {:.1%}"),
+    ("val/loss", "val {:.4f}"),
+    ("val/accuracy", "accuracy {:.1%}"),
+    ("val/cross_entropy", "cross entropy {:.4f}"),
+    ("lr", "lr {:.2e}"),
+    ("grad_norm", "norm {:.3g}"),
+    ("experts/least", "experts {:,.0f}"),
+    ("experts/most", "to {:,.0f} tok"),
+    ("experts/balance", "balance {:.2f}"),
+    ("experts/entropy", "router {:.2f}"),
+    ("experts/dropped", "dropped {:.1%}"),
+    ("tokens_per_second", "{:,.0f} {unit}/s"),
+    ("mfu", "mfu {:.1%}"),
+    ("memory_gib", "{:.2f} GiB"),
+)
+_EVALUATIONS = "eval/"
+
+
+class Reporter(Protocol):
+    """Receive records, on one rank only."""
+
+    def report(self, record: Metrics) -> None:
+        """Receive a record: ``step`` (completed steps), and values by name."""
+
+    def note(self, text: str) -> None:
+        """Receive a line of text about the run."""
+
+    def close(self, ended: Ended) -> None:
+        """Flush and close; ``ended``: how the run ended."""
+
+
+_MOST_UNWRITTEN = 16 << 20  # bytes
+_AS_READ = "surrogateescape"  # bytes that are no text are written as they were read
+
+
+@final
+class JsonLines:
+    """Write ``metrics.jsonl``: one record per line, with the time."""
+
+    def __init__(self, path: str | Path, *, step: int = 0) -> None:
+        """Open the file to append; lines of steps after ``step`` move to ``metrics.abandoned.jsonl``."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # a line without its end was cut off by a crash
+        text = path.read_text(encoding="utf-8", errors=_AS_READ) if path.is_file() else ""
+        lines = [(*_parse_line(line), line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        counted = [line for line_step, _, line in lines if line_step <= step]
+        if len(counted) < len(lines):
+            with path.with_suffix(".abandoned.jsonl").open("a", encoding="utf-8", errors=_AS_READ) as aside:
+                aside.writelines(line for line_step, _, line in lines if line_step > step)
+                os.fsync(aside.fileno())
+        if path.is_file() and path.read_bytes() != (written := "".join(counted).encode(errors=_AS_READ)):
+            write_durably(path, written)
+        self._file = path.open("ab", buffering=0)
+        self._unwritten, self._warned = b"", False
+        # of a validation that is made again, because the run ended before the checkpoint had its result
+        self._step, self._validated = step, [names for line_step, names, _ in lines if line_step == step]
+
+    def report(self, record: Metrics) -> None:
+        """Write a line; values that JSON cannot store (nan, inf) become null. A full disk's lines are written later."""
+        plain = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        line = json.dumps({**plain, "time": round(time.time(), 3)}) + "\n"
+        if record.get("step") == self._step and (names := _parse_line(line)[1]) and names in self._validated:
+            return
+        self._unwritten = self._unwritten[-_MOST_UNWRITTEN:] + line.encode()
+        if (error := self._write()) is not None and not self._warned:
+            self._warned = True
+            log.warning("%s: %s; training continues, and the lines are written later", self._file.name, error)
+
+    def _write(self) -> OSError | None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            return error
+        return None
+
+    def note(self, text: str) -> None:
+        """Ignore the text: the file has numbers only."""
+
+    def close(self, ended: Ended = "complete") -> None:
+        """Write what a full disk refused, if it does not any more, and close the file."""
+        if (error := self._write()) is not None:
+            text = "%s: %s; its last %d records are lost; free space before the next start"
+            log.warning(text, self._file.name, error, self._unwritten.count(b"\n"))
+        self._file.close()
+
+
+def _parse_line(line: str) -> tuple[float, list[str]]:
+    """Return the step of a line, infinity if it has none, and the names of its validation's values."""
+    try:
+        record = json.loads(line)
+        return float(record["step"]), [name for name in record if name.startswith(("val/", _EVALUATIONS))]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return math.inf, []
+
+
+@final
+class Console:
+    """Print a run's records and the remaining time."""
+
+    def __init__(
+        self, steps: int | Callable[[], int], *, step: int = 0, file: TextIO | None = None, unit: str = "tok"
+    ) -> None:
+        """Start the output of a run of ``steps`` (a function, if they may change) after ``step`` of them."""
+        self._file, self._unit = Lenient(file or sys.stderr), unit
+        self._total = steps if callable(steps) else lambda: steps
+        self._first = step
+        self._start = time.monotonic()
+        self._progress: Progress | None = None
+        if self._file.isatty():
+            self._progress = _progress(cast("TextIO", self._file))
+            self._task = self._progress.add_task("", total=self._total(), completed=step)
+            self._progress.start()
+
+    def report(self, record: Metrics) -> None:
+        """Print a record."""
+        step = int(record["step"])
+        texts = [form.format(record[name], unit=self._unit) for name, form in _SHOWN if name in record]
+        numbers = {name.removeprefix(_EVALUATIONS): record[name] for name in record if name.startswith(_EVALUATIONS)}
+        text = "  ".join([*texts, *(f"{name} {value:.4g}" for name, value in numbers.items())])
+        if not text:
+            return
+        if self._progress is None:
+            eta = f"  eta {self._left(step)}" if "train/loss" in record else ""
+            total = self._total()
+            self.note(f"step {step:>{len(str(total))}}/{total}  {text}{eta}")
+        elif any(name.startswith(("val/", _EVALUATIONS)) for name in record):
+            self.note(f"step {step}: {text}")
+        else:
+            self._progress.update(self._task, completed=step, total=self._total(), description=text)
+
+    def note(self, text: str) -> None:
+        """Print a line of text."""
+        if self._progress is None:
+            self._file.write(text + "\n")
+            self._file.flush()
+        else:
+            self._progress.console.print(text, highlight=False, markup=False)
+
+    def close(self, ended: Ended = "complete") -> None:
+        """Stop the progress bar."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _left(self, step: int) -> str:
+        done = step - self._first
+        if done <= 0:
+            return "?"
+        return str(timedelta(seconds=round((time.monotonic() - self._start) / done * max(0, self._total() - step))))
+
+
+def _progress(file: TextIO) -> Progress:
+    rich, console = need("rich.progress"), need("rich.console")
+    columns = [rich.MofNCompleteColumn(), rich.BarColumn(bar_width=24)]
+    columns += [rich.TextColumn("{task.description}", markup=False), rich.TimeElapsedColumn()]
+    columns += [rich.TextColumn("eta"), rich.TimeRemainingColumn(elapsed_when_finished=False)]
+    return rich.Progress(*columns, console=console.Console(file=file))
 
 
 def flops_per_token(module: nn.Module) -> float:
@@ -82,10 +259,10 @@ class Meter:
         yield
         self._start += time.perf_counter() - start
 
-    def begin(self, known: Mapping[str, float], more: Mapping[str, torch.Tensor]) -> None:
+    def begin(self, numbers: Mapping[str, float], more: Mapping[str, torch.Tensor]) -> None:
         """Sum the ranks' values since the last report, and start their copy to the host. Collective: one all-reduce.
 
-        ``known``: further numbers of the record; ``more``: scalars that are equal on every rank, to read with the sums.
+        ``numbers``: further ones of the record; ``more``: scalars that are equal on every rank, to read with the sums.
         """
         par, widths = self._par, {name: total.numel() for name, total in self._sums.items()}
         count = sum(widths.values())
@@ -99,8 +276,14 @@ class Meter:
 
         def record() -> dict[str, float]:
             values = read().tolist()
-            further = dict(zip(more, values[len(vector) :], strict=True))
-            return {**known, **self._record(widths, values[: len(vector)]), **further}
+            tokens, now = values[0], time.perf_counter()
+            seconds, self._start = now - self._start, now
+            measured = {f"train/{name}": value for name, value in means(widths, values[1:], tokens).items()}
+            memory_gib = max(values[1 + count : len(vector)]) / 2**30
+            measured |= {"tokens": tokens, "tokens_per_second": tokens / seconds, "memory_gib": memory_gib}
+            if self._flops is not None:
+                measured["mfu"] = tokens / seconds * self._flops
+            return {**numbers, **measured, **dict(zip(more, values[len(vector) :], strict=True))}
 
         self._pending = record
 
@@ -109,34 +292,19 @@ class Meter:
         pending, self._pending = self._pending, None
         return None if pending is None else pending()
 
-    def _record(self, widths: Mapping[str, int], values: list[float]) -> dict[str, float]:
-        """Return means over all tokens of all data ranks, tokens a second, MFU and memory (GiB); restart the clock."""
-        tokens, *sums = values
-        now = time.perf_counter()
-        seconds, self._start = now - self._start, now
-        record = {f"train/{name}": value for name, value in means(widths, sums, tokens).items()}
-        record |= {
-            "tokens": tokens,
-            "tokens_per_second": tokens / seconds,
-            "memory_gib": max(sums[sum(widths.values()) :]) / 2**30,
-        }
-        if self._flops is not None:
-            record["mfu"] = tokens / seconds * self._flops
-        return record
-
 
 def _begin_copy(values: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start to copy ``values`` to the host; return a function that waits for this copy alone."""
     if values.device.type != "cuda":
         return lambda: values
-    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    there.copy_(values, non_blocking=True)
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
     done = torch.cuda.Event()
     done.record()
 
     def wait() -> torch.Tensor:
         done.synchronize()
-        return there
+        return copy
 
     return wait
 

@@ -114,11 +114,8 @@ def scale_rates(
         )
     chosen = first_covering([*rates], module, "rates pattern")
     depths = {} if layer_decay is None else _depths(module, layout_of(module))
-    factors = {
-        id(parameter): rates.get(chosen.get(id(parameter), ""), 1.0)
-        * (layer_decay or 1.0) ** depths.get(id(parameter), 0)
-        for parameter in module.parameters()
-    }
+    ids, decay = [id(parameter) for parameter in module.parameters()], layer_decay or 1.0
+    factors = {id_: rates.get(chosen.get(id_, ""), 1.0) * decay ** depths.get(id_, 0) for id_ in ids}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         parts: dict[float, list[torch.Tensor]] = {}
@@ -200,9 +197,8 @@ class Schedule:
         5
         """
         steps = self.steps or steps
-        return replace(
-            self, steps=steps, warmup_steps=self.warmup_steps or round(self.warmup_ratio * steps), warmup_ratio=0.0
-        )
+        warmup_steps = self.warmup_steps or round(self.warmup_ratio * steps)
+        return replace(self, steps=steps, warmup_steps=warmup_steps, warmup_ratio=0.0)
 
     def factor(self, step: float) -> float:
         """Return the rate of ``step`` (from 0) as a part of the peak."""

@@ -57,11 +57,6 @@ class Quorum:
         return tuple(member for member in self.members if member.state == self.best)
 
     @property
-    def waited(self) -> float:
-        """Seconds that the one of them that has waited longest has waited for the first step with others."""
-        return max(member.waited for member in self.members)
-
-    @property
     def waiting(self) -> tuple[QuorumMember, ...]:
         """The members with gradients of one division of samples."""
         waiting = [member for member in self.newest if member.waits]
@@ -96,37 +91,30 @@ Division = tuple[Sum, tuple[str, ...]]
 class ReplicaPhase(Enum):
     """Where a replica is in its step."""
 
+    # It has no state, and copies that of the others.
     JOINS = auto()
-    """It has no state, and copies that of the others."""
+    # It has a state, and looks for those with whom it trains the next step.
     BEGINS = auto()
-    """It has a state, and looks for those with whom it trains the next step."""
+    # It has gradients of a step, whose sum failed.
     WAITS = auto()
-    """It has gradients of a step, whose sum failed."""
+    # It has the sum of a step's gradients, which counts if the quorum's newest state is made of it.
     SUMMED = auto()
-    """It has the sum of a step's gradients, which counts if the quorum's newest state is made of it."""
 
 
 class ReplicaAction(Enum):
-    """What a replica does next."""
+    """What a replica does next: ``SUM`` adds up again, ``FOLLOW`` gives the step up and begins the next one with this
+    quorum, ``LEAVE`` with another, ``END_AHEAD`` ends because the others have resumed from an earlier step.
+    """
 
     ASK = auto()
-    """Ask for another quorum: the others complete a step."""
     SYNCHRONIZE = auto()
-    """Connect to the members, copy the newest state to those that lack it, and compare."""
     BEGIN = auto()
-    """Begin the step."""
     SUM = auto()
-    """Add the gradients up again."""
     COMMIT = auto()
-    """Take the sum for this replica's gradients."""
     FOLLOW = auto()
-    """Give the step up, and begin the next one with this quorum."""
     LEAVE = auto()
-    """Give the step up, and ask for another quorum."""
     END_WITHOUT_STATE = auto()
-    """End: no living replica has a state."""
     END_AHEAD = auto()
-    """End: the others have resumed from an earlier step."""
 
 
 @final

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
@@ -36,16 +38,14 @@ class PackedTokens:
 
     >>> PackedTokens(TokenFile.open("text.bin"), 1024, packing="best_fit")  # doctest: +SKIP
 
-    If the file marks the tokens that count, the others are no labels. Empty positions are padded: label -100, input
-    ``eos_id``.
+    If the file marks the tokens that count, the others are no labels. Empty positions have label -100.
 
     Args:
         tokens: the token file.
         length: tokens of a sample.
-        documents: ``"separate"``: the documents of a sample do not attend to each other. Every token except the first
-            of each document is a label exactly once an epoch. A batch in which a sample has several documents gets
-            ``position_ids`` (B, L), which restart at 0 with each document; other batches need none. ``"joined"``: a
-            sample is one text, and every token except the file's first is a label.
+        documents: ``"separate"``: the documents of a sample do not attend to each other; every token except the first
+            of each is a label. A batch in which a sample has several documents gets ``position_ids`` (B, L), which
+            restart at 0 with each. ``"joined"``: a sample is one text, of which every token but the first is a label.
         packing: ``"cut"``: sample i predicts tokens ``i*length+1`` to ``(i+1)*length``, and cuts documents there.
             ``"best_fit"``: no document that fits a sample is cut (:func:`meshpar.training.order.best_fit`); ``padding``
             is the share of empty positions.
@@ -147,28 +147,14 @@ def restart_positions(begins: np.ndarray) -> np.ndarray:
     return places - numpy.maximum.accumulate(numpy.where(begins, places, 0), axis=1)
 
 
-@final
-class _TokenRows:
-    """The ids of a file's inputs or outputs, truncated to a length."""
+def _truncated_rows(file: ExampleFile, name: str, indices: Sequence[int], length: int) -> list[np.ndarray]:
+    """Return at most ``length`` ids of inputs or outputs of a file; a filler has none."""
+    return [file.row(name, index)[:length] if index != FILLER else file.row(name, 0)[:0] for index in indices]
 
-    def __init__(self, file: ExampleFile, name: str, length: int) -> None:
-        if length < 1:
-            raise RecipeError(f"length is {length}; expected at least 1 token in a text")
-        self.file, self.name, self.length = file, name, length
-        self._mapped: tuple[np.ndarray, np.ndarray] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_mapped": None}  # a worker maps the files itself
-
-    def ids(self, index: int) -> np.ndarray:
-        """Return a row; a filler has none."""
-        if self._mapped is None:
-            self._mapped = self.file.column(self.name)
-        ids, ends = self._mapped
-        if index == FILLER:
-            return ids[:0]
-        start = int(ends[index - 1]) if index else 0
-        return ids[start : min(int(ends[index]), start + self.length)]
+def _check_lengths(*lengths: int) -> None:
+    if (length := min(lengths)) < 1:
+        raise RecipeError(f"length is {length}; expected at least 1 token in a text")
 
 
 def pad_rows(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,8 +176,8 @@ class PairedExamples:
 
     def __init__(self, file: ExampleFile, *, length: int, target_length: int, start_id: int) -> None:
         """Use ``file``; inputs and targets are truncated to a length; ``start_id`` begins the decoder's input."""
-        self.file, self.start_id = file, start_id
-        self._inputs, self._targets = _TokenRows(file, "input", length), _TokenRows(file, "output", target_length)
+        _check_lengths(length, target_length)
+        self.file, self.start_id, self._length, self._target_length = file, start_id, length, target_length
         self.fingerprint = f"{file.fingerprint}/{length}/{target_length}"
 
     def __len__(self) -> int:
@@ -202,9 +188,9 @@ class PairedExamples:
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         fill = self.file.pad_id
-        inputs, real = pad_rows([self._inputs.ids(index) for index in indices], fill, self._inputs.length)
-        targets = [self._targets.ids(index) for index in indices]
-        labels, _ = pad_rows(targets, IGNORE_INDEX, self._targets.length)
+        inputs, real = pad_rows(_truncated_rows(self.file, "input", indices, self._length), fill, self._length)
+        targets = _truncated_rows(self.file, "output", indices, self._target_length)
+        labels, _ = pad_rows(targets, IGNORE_INDEX, self._target_length)
         behind = torch.full_like(labels, fill)
         behind[:, 0] = self.start_id
         behind[:, 1:] = torch.where(labels[:, :-1] == IGNORE_INDEX, fill, labels[:, :-1])
@@ -217,8 +203,8 @@ class LabelledExamples:
 
     def __init__(self, file: ExampleFile, *, length: int) -> None:
         """Use the examples of ``file``, which have labels; inputs are truncated to ``length``."""
-        self.file = file
-        self._inputs, self._labels = _TokenRows(file, "input", length), _TokenRows(file, "output", 1)
+        _check_lengths(length)
+        self.file, self._length = file, length
         self.fingerprint = f"{file.fingerprint}/{length}"
 
     def __len__(self) -> int:
@@ -228,8 +214,9 @@ class LabelledExamples:
         return f"{len(self):,} examples of {len(self.file.classes)} classes"
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
-        inputs, real = pad_rows([self._inputs.ids(index) for index in indices], self.file.pad_id, self._inputs.length)
-        labels = [int(self._labels.ids(index)[0]) if index != FILLER else IGNORE_INDEX for index in indices]
+        rows = _truncated_rows(self.file, "input", indices, self._length)
+        inputs, real = pad_rows(rows, self.file.pad_id, self._length)
+        labels = [int(self.file.row("output", index)[0]) if index != FILLER else IGNORE_INDEX for index in indices]
         return {"input_ids": inputs, "attention_mask": real, "labels": torch.tensor(labels)}
 
 
@@ -272,12 +259,9 @@ class MappedSamples:
         """Return the samples for training and, of a fraction above 0, those for validation, chosen by ``seed``."""
         if not fraction:
             return self, None
-        is_held_out = held_out(len(self), fraction, seed)
-        train, validation = (
-            MappedSamples(self.dataset, f"{self.name}/{fraction}/{seed}", chosen.nonzero()[0])
-            for chosen in (~is_held_out, is_held_out)
-        )
-        return train, validation
+        is_held_out, name = held_out(len(self), fraction, seed), f"{self.name}/{fraction}/{seed}"
+        train, validation = (chosen.nonzero()[0] for chosen in (~is_held_out, is_held_out))
+        return MappedSamples(self.dataset, name, train), MappedSamples(self.dataset, name, validation)
 
     def _rows(self, indices: Sequence[int]) -> Sequence[Any]:
         places = [index if self._places is None else int(self._places[index]) for index in indices]
@@ -306,9 +290,8 @@ class MixedSamples:
     ) -> None:
         if len(lengths := {source.length for source in sources.values()}) != 1:
             raise RecipeError(f"the sources of a mix have samples of {sorted(lengths)} tokens; expected one length")
-        if problem := tokenizers_problem(
-            {name: (source.vocab_size, source.eos_id) for name, source in sources.items()}
-        ):
+        kinds = {name: (source.vocab_size, source.eos_id) for name, source in sources.items()}
+        if problem := tokenizers_problem(kinds):
             raise RecipeError(problem)
         self.sources = sources
         self.mix = Interleave(
@@ -317,8 +300,7 @@ class MixedSamples:
         self.length = lengths.pop()
         self.vocab_size = next(source.vocab_size for source in sources.values())
         self.separates = any(source.separates for source in sources.values())
-        parts = [(name, source.fingerprint) for name, source in sources.items()]
-        self.fingerprint = self._hash(parts)
+        self.fingerprint = self._hash([(name, source.fingerprint) for name, source in sources.items()])
 
     def fingerprint_of(self, documents: Documents) -> str:
         """Return the fingerprint that the same samples have with this choice of ``documents``."""
@@ -335,13 +317,11 @@ class MixedSamples:
         return "; ".join(f"{share:.0%} {name}: {source}" for (name, source), share in zip(self.sources.items(), shares))
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
-        samples = list(self.sources.values())
+        samples, ends = list(self.sources.values()), [*accumulate(self.mix.sizes)]
         batches: list[TensorBatch] = []
         for index in indices:
-            source, row = 0, index
-            while row != FILLER and row >= len(samples[source]):
-                row -= len(samples[source])
-                source += 1
+            source = 0 if index == FILLER else bisect_right(ends, index)
+            row = index - (ends[source - 1] if source else 0)
             batches.append(samples[source].__getitems__([row]) | {"source": torch.tensor([source])})
         if any("position_ids" in batch for batch in batches):
             whole = torch.arange(self.length)[None]

@@ -52,19 +52,13 @@ def bound_problems(settings: Any) -> Iterator[str]:
             if get_origin(number) is not Annotated:
                 continue
             kind, bound = get_args(number)
-            value, allowed = getattr(settings, name), list[Any]()
-            if several:
-                value = value[index]
-            else:
-                allowed = [
-                    None if inner is NoneType else inner
-                    for alternative in kinds
-                    if alternative is not number
-                    for inner in get_args(alternative) or [alternative]
-                ]
-            if value not in allowed and not (
-                isinstance(value, kind if kind is int else (int, float)) and value in bound
-            ):
+            value = getattr(settings, name)
+            value = value[index] if several else value
+            others = [] if several else [alternative for alternative in kinds if alternative is not number]
+            inner = [kind for alternative in others for kind in get_args(alternative) or [alternative]]
+            allowed = [None if choice is NoneType else choice for choice in inner]
+            fits = isinstance(value, kind if kind is int else (int, float)) and value in bound
+            if value not in allowed and not fits:
                 whole = "an integer " if kind is int else ""
                 yield f"{name} must be {whole}{bound}{''.join(f' or {other!r}' for other in allowed)}, got {value!r}"
 
@@ -133,12 +127,9 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        problems = (
-            ["set the length of the training: steps=, epochs= or both"]
-            if self.steps is None and self.epochs is None
-            else []
-        )
-        problems += bound_problems(self)
+        problems = list(bound_problems(self))
+        if self.steps is None and self.epochs is None:
+            problems.insert(0, "set the length of the training: steps=, epochs= or both")
         if self.nonfinite not in ("raise", "skip"):
             problems.append(f"nonfinite is 'raise' or 'skip', got {self.nonfinite!r}")
         if self.on_error not in ("continue", "stop"):

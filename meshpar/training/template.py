@@ -18,19 +18,16 @@ Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 """Begin and end, in characters, of what the assistant wrote."""
 
-SAID = (
-    *(
-        "reasoning_content",
-        "reasoning",
-        "reasoning_details",
-        "thinking",
-        "thinking_blocks",
-        "thought",
-        "thoughts",
-        "chain_of_thought",
-    ),
-    *("tool_calls", "function_call", "refusal", "history"),
+_THOUGHTS = (
+    "reasoning_content",
+    "reasoning",
+    "reasoning_details",
+    "thinking",
+    "thinking_blocks",
+    "thought",
+    "thoughts",
 )
+SAID = (*_THOUGHTS, "chain_of_thought", "tool_calls", "function_call", "refusal", "history")
 """Keys by which data sets and interfaces name what an assistant says beside ``content``."""
 _GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
 _DATE = re.compile(r"strftime_now\(\s*(?:(['\"])(.*?)\1\s*\))?")
@@ -92,7 +89,9 @@ class ChatTemplate:
                     "or remove tools"
                 )
             for turn, message in enumerate(messages):
-                for name in (key for key in SAID if _is_said(message, key)):
+                # calls of tools, or thoughts that count
+                counts = message["role"] == "assistant" and message.get("weight") != 0
+                for name in (key for key in SAID if message.get(key) and (key == "tool_calls" or counts)):
                     bare = _drop_keys([message], {name})
                     if self._writes(whole, [*messages[:turn], *bare, *messages[turn + 1 :]], tools):
                         raise RecipeError(
@@ -101,9 +100,8 @@ class ChatTemplate:
                             "it"
                         )
             marked = _GENERATION.search(_COMMENT.sub("", self.text))
-            spans = (
-                self._find_generated(whole, messages, tools) if marked else self._find_answers(whole, messages, tools)
-            )
+            find = self._find_generated if marked else self._find_answers
+            spans = find(whole, messages, tools)
         except RecipeError:
             raise
         except Exception as error:  # a template's own
@@ -211,13 +209,6 @@ def _drop_keys(messages: Sequence[Message], names: set[str]) -> list[Message]:
     return [{name: value for name, value in message.items() if name not in names} for message in messages]
 
 
-def _is_said(message: Message, name: str) -> bool:
-    """Return whether a turn has what the assistant says: calls of tools, or thoughts that count."""
-    return bool(message.get(name)) and (
-        name == "tool_calls" or (message["role"] == "assistant" and message.get("weight") != 0)
-    )
-
-
 _REMEDIES = {"tool_calls": " (data.template: chatml)", "function_call": " (as tool_calls: data.template: chatml)"}
 _INTO_CONTENT = ", write it into content (<think>...</think>)"
 _CHATML = """\
@@ -256,13 +247,10 @@ _LLAMA3 = """\
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+_LLAMA3_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 TEMPLATES = {
     "chatml": ChatTemplate(text=_CHATML, special=("<|im_start|>", "<|im_end|>"), end="<|im_end|>"),
-    "llama3": ChatTemplate(
-        text=_LLAMA3,
-        special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        end="<|eot_id|>",
-    ),
+    "llama3": ChatTemplate(text=_LLAMA3, special=_LLAMA3_TOKENS, end="<|eot_id|>"),
 }
 """Templates that come with meshpar: OpenAI's ChatML, with Hermes's tool calls, and Llama 3's."""
 

@@ -26,13 +26,8 @@ Piece = tuple["Sequence[int] | np.ndarray", bool, "np.ndarray | None"]
 """Ids of a document, whether they end it, and which of them count as labels; None: all."""
 
 END_OF_TEXT = "<|endoftext|>"
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_FILES = ("tokenizer.json", *_SETTINGS, "added_tokens.json", "chat_template.jinja")
 
 
 @final
@@ -54,12 +49,10 @@ class TextTokenizer:
             raise RecipeError(
                 f"the tokenizer has no token {eos!r} to end a document with; set data.eos to one of its tokens"
             )
-        self.fast = fast
-        self.eos = eos
+        self.fast, self.eos = fast, eos
         self.eos_id: int = eos_id
         self.vocab_size: int = max(fast.get_vocab(with_added_tokens=True).values()) + 1
-        self._folder = folder
-        self._bytes, self._template = plain, template
+        self._folder, self._bytes, self._template = folder, plain, template
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without special tokens."""
@@ -103,19 +96,15 @@ class TextTokenizer:
         if (file := self._folder / "chat_template.jinja").is_file():
             return file.read_text(encoding="utf-8")
         named = _setting(self._folder, "chat_template")
-        return (
-            next((template["template"] for template in named if template["name"] == "default"), None)
-            if isinstance(named, list)
-            else named
-        )
+        if not isinstance(named, list):
+            return named
+        return next((template["template"] for template in named if template["name"] == "default"), None)
 
     def variables(self) -> dict[str, str]:
         """Return the tokens that chat templates know by name."""
-        tokens = (
-            {}
-            if self._folder is None
-            else {kind: _read_token(self._folder, kind) for kind in ("bos_token", "pad_token", "unk_token")}
-        )
+        if (folder := self._folder) is None:
+            return {"eos_token": self.eos}
+        tokens = {kind: _read_token(folder, kind) for kind in ("bos_token", "pad_token", "unk_token")}
         return {kind: token for kind, token in tokens.items() if token is not None} | {"eos_token": self.eos}
 
     @cached_property
@@ -157,8 +146,11 @@ class TextTokenizer:
                     write_durably(folder / name, (self._folder / name).read_bytes())
         else:
             write_durably(folder / "tokenizer.json", self.fast.to_str(pretty=True))
-        if _read_eos(folder) != self.eos:
-            _configure_eos(folder / "tokenizer_config.json", self.eos)
+        if _read_token(folder, "eos_token") != self.eos:
+            file = folder / "tokenizer_config.json"
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+            config |= json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            write_durably(file, json.dumps(config | {"eos_token": self.eos}, indent=2) + "\n")
         if self._template is not None:
             write_durably(folder / "chat_template.jinja", self._template)
         return folder
@@ -213,7 +205,7 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
         fast = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
         fast.no_truncation()  # what a tokenizer was saved with would cut or fill every text
         fast.no_padding()
-        eos = eos or _read_eos(folder)
+        eos = eos or _read_token(folder, "eos_token")
     except Exception as error:  # tokenizers raises no other
         raise RecipeError(
             f"{folder / 'tokenizer.json'}, or tokenizer_config.json beside it, cannot be read: {brief(error)}"
@@ -225,29 +217,15 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
     return TextTokenizer(fast, eos=eos, folder=folder, template=template)
 
 
-def _read_eos(folder: Path) -> str | None:
-    return _read_token(folder, "eos_token")
-
-
 def _read_token(folder: Path, kind: str) -> str | None:
     token = _setting(folder, kind)
     return token["content"] if isinstance(token, dict) else None if token is None else str(token)
 
 
 def _setting(folder: Path, name: str) -> Any:  # noqa: ANN401 - of JSON
-    files = (folder / file for file in ("tokenizer_config.json", "special_tokens_map.json"))
+    files = (folder / file for file in _SETTINGS)
     read = (json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file())
     return next((settings[name] for settings in read if settings.get(name) is not None), None)
-
-
-def _configure_eos(file: Path, eos: str) -> None:
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    config = (
-        {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        | config
-        | {"eos_token": eos}
-    )
-    write_durably(file, json.dumps(config, indent=2) + "\n")
 
 
 def _byte_letters() -> list[str]:

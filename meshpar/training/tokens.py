@@ -17,8 +17,7 @@ from meshpar.process.build_once import build_once
 from meshpar.process.homes import expanded
 from meshpar.process.imports import need
 from meshpar.training.order import check_held_out, held_out
-from meshpar.training.tables import warn_of
-from meshpar.training.text import TextSource
+from meshpar.training.text import TextSource, warn_of
 from meshpar.training.tokenizer import Piece, TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
 if TYPE_CHECKING:
@@ -86,26 +85,20 @@ class TokenFile:
         if missing or fields["dtype"] not in ("uint16", "uint32"):
             raise RecipeError(f"{sidecar} has {fields}; expected dtype (uint16 or uint32), vocab_size and eos_id")
         size, width = path.stat().st_size, 2 if fields["dtype"] == "uint16" else 4
+        marks = path.with_suffix(".marks")
         if size % width or fields.get("tokens", size // width) != size // width:
             raise RecipeError(
                 f"{path} has {size} bytes, which is not {fields.get('tokens', 'a number of')} tokens of "
                 f"{fields['dtype']}"
             )
-        if fields.get("marked") and (
-            not path.with_suffix(".marks").is_file() or path.with_suffix(".marks").stat().st_size != size // width
-        ):
+        if fields.get("marked") and (not marks.is_file() or marks.stat().st_size != size // width):
             raise RecipeError(
-                f"{path.with_suffix('.marks')} is missing or has not {size // width} bytes, one for each id of "
-                f"{path}; copy it"
+                f"{marks} is missing or has not {size // width} bytes, one for each id of {path}; copy it"
             )
-        required = {name: fields[name] for name in ("dtype", "vocab_size", "eos_id")}
-        more = {
-            "documents": fields.get("documents", 0),
-            "fingerprint": fields.get("fingerprint", ""),
-            "marked": fields.get("marked", False),
-            "notes": tuple(fields.get("notes", ())),
-        }
-        return cls(path=path, tokens=size // width, **required, **more)
+        more = {"documents": 0, "fingerprint": "", "marked": False} | fields
+        names = ("dtype", "vocab_size", "eos_id", "documents", "fingerprint", "marked")
+        notes = tuple(fields.get("notes", ()))
+        return cls(path=path, tokens=size // width, notes=notes, **{name: more[name] for name in names})
 
     def check_ids(self, ids: np.ndarray) -> None:
         """Raise RecipeError if ids of this file are outside its vocabulary."""
@@ -124,12 +117,9 @@ class TokenFile:
 
     def marks(self) -> np.ndarray | None:
         """Return the marks of the ids, uint8, memory-mapped and read-only; None where there are none."""
-        numpy = need("numpy")
-        return (
-            numpy.memmap(self.path.with_suffix(".marks"), dtype=numpy.uint8, mode="r")
-            if self.marked and self.tokens
-            else None
-        )
+        if not self.marked or not self.tokens:
+            return None
+        return need("numpy").memmap(self.path.with_suffix(".marks"), dtype="uint8", mode="r")
 
     def check_labels(self) -> None:
         """Raise RecipeError if no id of this file counts as a label."""
@@ -152,11 +142,8 @@ class TokenFile:
     def _ends(self) -> Iterator[np.ndarray]:
         numpy, start = need("numpy"), 0
         for part in self._scan():
-            yield (
-                numpy.flatnonzero(part & BEGINS) + start
-                if self.marked
-                else numpy.flatnonzero(part == self.eos_id) + (start + 1)
-            )
+            ends = part & BEGINS if self.marked else part == self.eos_id
+            yield numpy.flatnonzero(ends) + start + (not self.marked)
             start += part.size
 
     def _scan(self) -> Iterator[np.ndarray]:
@@ -288,16 +275,8 @@ def _write_pieces(path: Path, pieces: Iterable[Piece], *, vocab_size: int, eos_i
             count += ends if counted is not None else numpy.count_nonzero(ids == eos_id)
     if not marked and tokens and last != eos_id:
         count += 1
-    written = TokenFile(
-        path=path,
-        dtype=dtype,
-        tokens=tokens,
-        documents=int(count),
-        vocab_size=vocab_size,
-        eos_id=eos_id,
-        fingerprint=digest.hexdigest(),
-        marked=marked,
-    )
+    sizes = {"tokens": tokens, "documents": int(count), "vocab_size": vocab_size}
+    written = TokenFile(path=path, dtype=dtype, eos_id=eos_id, fingerprint=digest.hexdigest(), marked=marked, **sizes)
     written.save()
     return written
 
@@ -333,15 +312,15 @@ def _token_pieces(source: TextSource, tokenizer: TextTokenizer) -> Iterator[Piec
             yield [text for text, _ in batch]
 
     for encoded in tokenizer.encode_ahead(batches()):
-        parts = [part for ids, last in zip(encoded, ends.popleft()) for part in ((ids, False), (end, True))[: 1 + last]]
         # One array for all that ends no document: thousands of small writes would take as long as tokenizing.
-        start = 0
-        for number, (_, last) in enumerate(parts):
+        together: list[Any] = []
+        for ids, last in zip(encoded, ends.popleft()):
+            together += [ids, end] if last else [ids]
             if last:
-                yield numpy.concatenate([ids for ids, _ in parts[start : number + 1]]), True, None
-                start = number + 1
-        if start < len(parts):
-            yield numpy.concatenate([ids for ids, _ in parts[start:]]), False, None
+                yield numpy.concatenate(together), True, None
+                together = []
+        if together:
+            yield numpy.concatenate(together), False, None
 
 
 def _batch_pieces(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, final
 
 from meshpar.core.errors import MeshparError
 from meshpar.process.imports import need
-from meshpar.training.reporters import Ended, Metrics
+from meshpar.training.metrics import Ended, Metrics
 from meshpar.training.tracking import TrackedRun
 
 _ROOM = 32 << 20  # bytes on the disk for what W&B and Trackio have in memory
@@ -75,20 +75,9 @@ class WandB:
             raise MeshparError("W&B has no API key; run `wandb login`, set WANDB_API_KEY, or set mode: offline")
         # what is not uploaded when a run ends stays on the disk, for `wandb sync`
         settings = wandb.Settings(console="off", silent=True, init_timeout=30.0, finish_timeout=5.0)
-        self._run: Any = wandb.init(
-            project=project,
-            entity=entity,
-            group=group,
-            tags=list(tags),
-            mode=mode,
-            id=run.id,
-            name=run.name,
-            dir=str(run.folder),
-            config=dict(run.facts),
-            resume="allow",
-            reinit="create_new",
-            settings=settings,
-        )
+        placed = {"project": project, "entity": entity, "group": group, "tags": list(tags), "mode": mode}
+        named = {"id": run.id, "name": run.name, "dir": str(run.folder), "config": dict(run.facts)}
+        self._run: Any = wandb.init(**placed, **named, resume="allow", reinit="create_new", settings=settings)
         self._run.define_metric("*", step_metric="step")
 
     def send(self, records: Sequence[Metrics]) -> None:

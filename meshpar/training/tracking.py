@@ -31,7 +31,7 @@ from meshpar.parallelized import Parallelized
 from meshpar.process.imports import need
 from meshpar.process.leftovers import write_durably
 from meshpar.process.secrets import redacted
-from meshpar.training.reporters import Ended, JsonLines, Metrics
+from meshpar.training.metrics import Ended, JsonLines, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -228,12 +228,8 @@ class _Sender:
         """Keep a record that the tracker refuses beside the marker, and name it."""
         with self._marker.with_suffix(".refused.jsonl").open("ab") as file:
             file.write(line)
-        log.warning(
-            "tracker %s refuses one record, %s; it is set aside in %s, and later ones are sent",
-            self._name,
-            line.decode(errors="replace").strip()[:200],
-            file.name,
-        )
+        text = "tracker %s refuses one record, %s; it is set aside in %s, and later ones are sent"
+        log.warning(text, self._name, line.decode(errors="replace").strip()[:200], file.name)
 
     def _close(self, tracker: Tracker) -> None:
         """Close a tracker that failed; one that does not end within some seconds is left to its thread."""

@@ -51,20 +51,11 @@ from meshpar.launchers.jobs import checks
 from meshpar.launchers.jobs.reports import Elected
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.testing import on_ranks
-from meshpar.training import (
-    Batches,
-    CausalLM,
-    Lighthouse,
-    LoaderSettings,
-    Replicas,
-    Schedule,
-    Trainer,
-    TrainSettings,
-    rendezvous,
-)
+from meshpar.training import Batches, CausalLM, Lighthouse, LoaderSettings, Replicas, Schedule, Trainer, TrainSettings
+from meshpar.training import lighthouse as rendezvous
+from meshpar.training.metrics import JsonLines
 from meshpar.training.order import Interleave
 from meshpar.training.quorum import Quorum, QuorumMember
-from meshpar.training.reporters import JsonLines
 from meshpar.training.stop import StopRequest
 from tests.support import patience
 from tests.support.hosts import Hosts, Unavailable

@@ -30,9 +30,8 @@ from meshpar.training.objectives import teacher_problems
 from meshpar.training.optimizer import Schedule
 from meshpar.training.samples import MixedSamples, PackedTokens, tokenizers_problem
 from meshpar.training.settings import TrainSettings
-from meshpar.training.tables import Reading, as_lines
 from meshpar.training.template import TEMPLATES, ChatTemplate, chat_template
-from meshpar.training.text import TextSource
+from meshpar.training.text import Reading, TextSource, as_lines
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import TokenFile, prepare_tokenizer, prepare_tokens, write_tokens
 from tests.remedies.plans import transformer

@@ -15,9 +15,8 @@ from meshpar.core.errors import RecipeError
 from meshpar.training.chat import ChatSource, _overlap, messages_of
 from meshpar.training.data import FILLER
 from meshpar.training.samples import PackedTokens
-from meshpar.training.tables import Reading
 from meshpar.training.template import TEMPLATES, ChatTemplate, chat_template
-from meshpar.training.text import TextSource
+from meshpar.training.text import Reading, TextSource
 from meshpar.training.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import prepare_tokens, write_tokens
 

@@ -32,8 +32,7 @@ from meshpar.training.data import FILLER, Batches, LoaderSettings
 from meshpar.training.examples import RecordSource, prepare_examples
 from meshpar.training.order import permute
 from meshpar.training.samples import PackedTokens
-from meshpar.training.tables import Reading
-from meshpar.training.text import TextSource
+from meshpar.training.text import Reading, TextSource
 from meshpar.training.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import TokenFile, prepare_tokenizer, prepare_tokens, split_tokens, write_tokens
 from tests.support.patience import patient

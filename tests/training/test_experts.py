@@ -35,7 +35,7 @@ from meshpar.training import (
     TrainSettings,
     build_adamw,
 )
-from meshpar.training.reporters import JsonLines
+from meshpar.training.metrics import JsonLines
 from meshpar.training.tokens import write_tokens
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
 from tests.support.tiers import daily

@@ -24,8 +24,8 @@ from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.testing import on_ranks
 from meshpar.training import Samples, generate, log_likelihoods, validating
 from meshpar.training.evaluation import cut_pair, cut_prompt, values_of
-from meshpar.training.rendezvous import Together
-from meshpar.training.reporters import JsonLines
+from meshpar.training.lighthouse import Together
+from meshpar.training.metrics import JsonLines
 from meshpar.training.settings import TrainSettings
 from meshpar.training.stop import StopRequest
 from tests.support.faults import Letters, forward
