@@ -38,11 +38,9 @@ class SampleSet(Protocol):
 
     def __len__(self) -> int:
         """Return the number of samples in an epoch."""
-        ...
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         """Return the batch of these samples; the index ``FILLER`` is a sample without counted labels."""
-        ...
 
 
 @final
@@ -330,11 +328,7 @@ class Batches:
         return self.position() | {"seed": self._sampler.seed, "data": self.samples.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a position that was saved on any mesh.
-
-        Raises:
-            RecipeError: the position belongs to other data or another order.
-        """
+        """Resume from a position of any mesh; raises RecipeError for one in other data or another order."""
         now = self.state_dict()
         names = [name for name in ("seed", "data") if state[name] != now[name]]
         if differ := [f"{name}: saved {state[name]!r}, now {now[name]!r}" for name in names]:

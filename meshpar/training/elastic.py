@@ -33,12 +33,11 @@ from meshpar.training.replicated import Replicated, Stateful, Summed
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Report a change of the replicas that train.
+    """Report a change of the replicas that train, by their names.
 
     Attributes:
         step: number of completed steps.
-        replicas: names of the replicas that train from now on.
-        lost, joined: names of the replicas that were lost, and of the new ones.
+        replicas: those that train from now on; ``lost`` and ``joined`` are the differences.
         seconds: seconds that this replica waited.
     """
 
@@ -194,8 +193,7 @@ class Replicas:
     def begin(self, asked: Callable[[], str | None] = lambda: None) -> list[TensorBatch]:
         """Begin a step: let new replicas in, copy the state if this one is behind, and return the rank's batches.
 
-        Args:
-            asked: returns the reason of a stop request on this rank, or None; it ends a wait for other replicas.
+        ``asked`` returns the reason of a stop request on this rank, or None; it ends a wait for other replicas.
 
         Raises:
             ReplicaError: this replica does not reach the others any more; a new start of it may.
@@ -229,20 +227,16 @@ class Replicas:
 
     @torch.no_grad()
     def reduce(self, tokens: int, *values: Tensor) -> list[Tensor] | None:
-        """Average the gradients over replicas, weighted by their tokens, and commit the step: call it between backward
-        and optimizer.
+        """Average the gradients over replicas, and commit the step: call it between backward and optimizer.
 
         Args:
-            tokens: number of tokens that this rank counted in the step.
+            tokens: number of tokens that this rank counted in the step, the weight of its gradients.
             values: sums of this rank, such as of losses.
 
         Returns:
-            Number of tokens, then ``values``, each summed over the ranks of all replicas that counted: float64, in host
-            memory. None: the step does not count here; there are no gradients then, so that an optimizer changes
-            nothing, and the next :meth:`begin` copies the others' state, or shares the samples again.
-
-        Raises:
-            ReplicaError: see :meth:`begin`.
+            Tokens, then ``values``, summed over the ranks of all replicas that counted: float64, in host memory. None:
+            the step does not count here. Its gradients are dropped, and the next :meth:`begin` copies the others'
+            state, or shares the samples again.
         """
         self.par.reshard()
         began, failed = time.monotonic(), False

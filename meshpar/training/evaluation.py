@@ -34,7 +34,6 @@ class Evaluation(Protocol):
 
     def __call__(self, par: Parallelized, /) -> Mapping[str, float | str]:
         """Return numbers, which are reported, and texts, which are printed, by name, alike on all ranks. Collective."""
-        ...
 
 
 def values_of(found: object) -> tuple[dict[str, float], dict[str, str]]:
@@ -57,16 +56,14 @@ def values_of(found: object) -> tuple[dict[str, float], dict[str, str]]:
 
 @final
 class MultipleChoice:
-    """Choose among answers by their log-likelihood after the question: ``accuracy``, and ``accuracy_norm``, with the
-    log-likelihood divided by the number of bytes of an answer.
+    """Choose among answers by their log-likelihood after the question: ``accuracy``, and ``accuracy_norm``, by byte.
 
     >>> MultipleChoice(tokenizer, path="questions.jsonl")(par)  # doctest: +SKIP
     {'accuracy': 0.5, 'accuracy_norm': 0.5}
 
     Args:
         tokenizer: of the model.
-        path: file of JSON lines with ``question``, a text that is not empty, ``choices``, and ``answer``, the place of
-            the right one from 0. Raises RecipeError if it cannot be read, or a line lacks a key.
+        path: JSON lines with ``question``, ``choices``, and ``answer``, the place of the right one from 0.
         delimiter: text between a question and an answer.
         batch: answers of a data rank at once.
     """

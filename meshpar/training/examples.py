@@ -171,14 +171,13 @@ class ExampleFile:
     """Describe examples on the disk: the ids of all inputs with the end of each, and the same for all outputs.
 
     Attributes:
-        folder: folder of ``input.npy``, ``input_ends.npy``, ``output.npy``, ``output_ends.npy`` and a description.
+        folder: folder of the arrays and a description.
         count: number of examples.
         classes: names of the labels, in the order of their numbers; empty for target texts.
         vocab_size: ids of texts are in ``range(vocab_size)``.
-        eos_id: id of the end of a text.
-        pad_id: id that fills the shorter rows of a batch.
+        eos_id, pad_id: ids of the end of a text, and of what fills the shorter rows of a batch.
         fingerprint: hash of the examples.
-        notes: as for :class:`meshpar.training.tokens.TokenFile`.
+        notes: what a person must know of the data.
     """
 
     folder: Path

@@ -30,15 +30,7 @@ class ExpertLoad:
     """
 
     def __init__(self, par: Parallelized, *, balance_rate: float = 0.0, balance_loss: float = 0.0) -> None:
-        """Install hooks on the modules of ``layout.experts.modules`` and ``layout.experts.routers``.
-
-        Args:
-            par: the parallel module, materialized.
-            balance_rate, balance_loss: see :class:`meshpar.training.TrainSettings`.
-
-        Raises:
-            MeshparError: the layout names nothing to balance by.
-        """
+        """Hook experts and routers of the layout; the other arguments are as in :class:`TrainSettings`."""
         self._layers = par.run.find(Layers)
         if self._layers is not None and balance_loss:
             raise MeshparError(

@@ -46,7 +46,7 @@ def generate(
     >>> generate(par, [[1, 5, 7], [2]], tokens=32, ends=[0])  # doctest: +SKIP
 
     Args:
-        par: the parallel module.
+        par: the parallel module; its mesh may not divide positions or layers.
         prompts: token ids, at least one each; all prompts of all ranks.
         tokens: largest number of new tokens.
         ends: token ids that end a text; they are not returned.
@@ -54,9 +54,6 @@ def generate(
         top_p: draw from the fewest tokens whose probabilities reach this sum.
         seed: of the draws, together with the place of the prompt in ``prompts``.
         batch: prompts of a data rank at once.
-
-    Raises:
-        MeshparError: the mesh divides positions or layers, or a prompt is empty.
 
     Collective: every rank calls it, with the same arguments.
     """
@@ -84,17 +81,12 @@ def generate(
 def log_likelihoods(
     par: Parallelized, pairs: Sequence[tuple[Tokens, Tokens]], *, batch: int = 8
 ) -> list[tuple[float, bool]]:
-    """Return the log-probability of each pair's second text after its first, and whether the model would write it
-    greedily; the same on every rank.
+    """Return the log-probability of each pair's second text after its first, and whether a greedy model writes it.
 
     Args:
-        par: the parallel module: a causal language model, or an encoder-decoder, which reads the context and writes the
-            other text.
+        par: the parallel module, as for :func:`generate`; an encoder-decoder reads the first text.
         pairs: token ids of a context, at least one, and of what follows.
         batch: pairs of a data rank at once.
-
-    Raises:
-        MeshparError: the mesh divides positions or layers, or a context is empty.
 
     Collective: every rank calls it, with the same arguments.
     """

@@ -117,8 +117,11 @@ class Membership:
             time.sleep(_BEAT_S)
             return None
         self.fresh, self._heard = True, time.monotonic()
-        members = tuple(sorted(map(_member, answer.participants), key=lambda participant: participant.name))
-        return Quorum(number=int(answer.quorum_id), members=members)
+        members = list[QuorumMember]()
+        for peer in sorted(answer.participants, key=lambda participant: participant.replica_id):
+            more = {**peer.data, "sum": tuple(peer.data["sum"]), "drawn": tuple(peer.data["drawn"])}
+            members.append(QuorumMember(name=peer.replica_id, store=peer.store_address, step=peer.step - 1, **more))
+        return Quorum(number=int(answer.quorum_id), members=tuple(members))
 
     def current(self) -> bool:
         """Return whether this replica was heard all the time since the last quorum, so that others waited for it."""
@@ -159,11 +162,6 @@ def _silent(lighthouse: str, error: Exception) -> ReplicaError:
     return ReplicaError(
         f"the lighthouse of the job's replicas does not answer at {lighthouse!r} ({error}); {GIVE_A_LIGHTHOUSE}"
     )
-
-
-def _member(found: Any) -> QuorumMember:  # noqa: ANN401 - torchft has no types for it
-    fields = {**found.data, **{field: tuple(found.data[field]) for field in ("sum", "drawn")}}
-    return QuorumMember(name=found.replica_id, store=found.store_address, step=found.step - 1, **fields)
 
 
 class Peers(Protocol):

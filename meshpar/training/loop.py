@@ -82,10 +82,6 @@ class Course:
         """Return the place of a step in the schedule, by the present position in the data."""
         return data.steps_at(self.batch) if self.follows_samples else float(step)
 
-    def set_rate(self, optimizer: torch.optim.Optimizer, place: float) -> None:
-        """Set the learning rate of a step."""
-        self.rate = self.planned.apply(optimizer, place)
-
 
 @final
 class Alone:
@@ -254,11 +250,7 @@ class Trainer:
         return state | self.reports.state_dict() | self._work.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state, after the caller has restored model and optimizer.
-
-        Raises:
-            RecipeError: the state belongs to other data.
-        """
+        """Resume, after the caller has restored model and optimizer; raises RecipeError for a state of other data."""
         self.data.load_state_dict(state["data"])
         self.step = self._saved = state["step"]
         self.course.plan(self.data, state.get("batch", self.data.global_batch))
@@ -267,13 +259,10 @@ class Trainer:
         self._work.resume(state)
 
     def run(self, stop: StopRequest | None = None) -> Outcome:
-        """Train to the end or until a stop request, and save.
-
-        Collective: every rank calls it.
+        """Train to the end or until a stop request, and save. Collective: every rank calls it.
 
         Args:
-            stop: source of stop requests, which this method enters and exits; None: the signals of
-                :class:`StopRequest`.
+            stop: source of stop requests, which is entered and exited; None: the signals of :class:`StopRequest`.
 
         Raises:
             MeshparError: a loss or gradient is not finite (the message names the step), ranks have different data or
@@ -361,7 +350,7 @@ class Trainer:
         if summed is None:
             return False
         tokens, sums, counted = summed
-        self.course.set_rate(self.optimizer, place)
+        self.course.rate = self.course.planned.apply(self.optimizer, place)
         if work.update(self.step):
             self.reports.meter.add(tokens, sums)
             # now, as another replica may get this state before the next report

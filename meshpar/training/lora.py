@@ -71,14 +71,9 @@ class LoRA:
 
 
 def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
-    """Add adapters to ``model`` (best on the meta device), freeze its other parameters, and return the layout for the
-    plan.
+    """Add adapters to ``model`` (best on the meta device), freeze the rest, and return the layout for the plan.
 
     >>> par = plan.apply(model, add_adapters(model, LoRA()))  # doctest: +SKIP
-
-    Args:
-        model: the model to adapt, in place.
-        settings: targets, rank, alpha and dropout.
 
     Raises:
         MeshparError: peft is not installed.
@@ -203,11 +198,7 @@ class WithAdapters:
 
 @final
 class Adapters:
-    """Save and restore only the adapters of a parallel model: ``manager.save(step, Adapters(par), optimizer)``.
-
-    Args:
-        par: the parallel model with adapters.
-    """
+    """Save and restore only the adapters of ``par``: ``manager.save(step, Adapters(par), optimizer)``."""
 
     def __init__(self, par: Parallelized) -> None:
         self.module: nn.Module = _TrainedOnly(par.module)
@@ -305,7 +296,10 @@ def _adapt_layout(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, A
         for name, _ in find_modules(model, pattern):
             parts = [f"{name}.base_layer", f"{name}.lora_B.{NAME}"] if name in adapted else [name]
             heads |= dict.fromkeys(parts, count)
-    tied = tuple(tuple(_move_name(name, adapted) for name in group) for group in layout.tied)
+    tied = tuple(
+        tuple(f"{_inside(owner, adapted)}.{leaf}" for owner, _, leaf in (name.rpartition(".") for name in group))
+        for group in layout.tied
+    )
     modules, in_order = (
         tuple(_inside(name, adapted) for pattern in patterns for name, _ in find_modules(model, pattern))
         for patterns in (layout.experts.modules, layout.experts.in_order)
@@ -325,11 +319,6 @@ def _inside(name: str, adapted: Mapping[str, Any]) -> str:
     while name in adapted:
         name += ".base_layer"
     return name
-
-
-def _move_name(name: str, adapted: Mapping[str, Any]) -> str:
-    owner, _, leaf = name.rpartition(".")
-    return f"{_inside(owner, adapted)}.{leaf}"
 
 
 def _renames(model: nn.Module) -> Iterator[Rename]:

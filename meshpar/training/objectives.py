@@ -34,7 +34,6 @@ class Objective(Protocol):
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return how many tokens (or examples) of this batch, which may be on a CPU, the loss counts."""
-        ...
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed loss (a scalar), the number of counted tokens or examples, and further sums to report by
@@ -42,12 +41,19 @@ class Objective(Protocol):
 
         Every reported sum is divided by the count over all ranks and micro-batches.
         """
-        ...
+
+
+class _CountsLabels:
+    __slots__ = ()
+
+    def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Return the number of counted labels."""
+        return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class CausalLM:
+class CausalLM(_CountsLabels):
     """Predict the next token: ``labels`` (B, L) are the tokens after each of ``input_ids`` (B, L); -100 is not counted.
 
     Attributes:
@@ -69,10 +75,6 @@ class CausalLM:
                 f"CausalLM(chunk={self.chunk}) must be 0 (all logits at once), a number of positions, or None"
             )
 
-    def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return the number of counted labels."""
-        return count_labels(batch)
-
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed loss in float32, of plain or vocabulary-sharded logits."""
         labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
@@ -89,7 +91,7 @@ class CausalLM:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Seq2Seq:
+class Seq2Seq(_CountsLabels):
     """Predict a target text from an input text, with an encoder and a decoder.
 
     A batch: ``input_ids`` and ``attention_mask`` (B, S) for the encoder; ``decoder_input_ids`` (B, T), the target
@@ -97,10 +99,6 @@ class Seq2Seq:
     """
 
     examples: ClassVar[str] = "pairs"
-
-    def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return the number of counted labels."""
-        return count_labels(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the cross entropy summed over the targets' tokens, in float32."""
@@ -112,15 +110,11 @@ class Seq2Seq:
 
 @final
 @dataclass(frozen=True, slots=True)
-class SequenceClassification:
+class SequenceClassification(_CountsLabels):
     """Predict a text's class: ``input_ids``, ``attention_mask`` (B, L), ``labels`` (B); -100: not counted."""
 
     examples: ClassVar[str] = "labels"
     unit: ClassVar[str] = "examples"
-
-    def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return the number of counted examples."""
-        return count_labels(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed cross entropy in float32, and the number of correct ones as ``accuracy``."""
@@ -129,11 +123,6 @@ class SequenceClassification:
         logits = whole_logits(logits_of(self, model, output, "(B, classes)")).float()
         loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
         return loss, (labels != IGNORE_INDEX).sum(), {"accuracy": (logits.detach().argmax(-1) == labels).sum()}
-
-
-def count_labels(batch: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of counted labels of a batch."""
-    return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 def logits_of(objective: object, model: nn.Module, output: object, shape: str) -> torch.Tensor:
@@ -154,7 +143,7 @@ def whole_logits(logits: torch.Tensor) -> torch.Tensor:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distillation:
+class Distillation(_CountsLabels):
     """Train on the next token of the text and on a teacher's distribution (Hinton, Vinyals and Dean, arXiv 1503.02531).
 
     The loss of a token is ``(1 - weight) * cross entropy + weight * temperature**2 * KL(teacher || student)``, both
@@ -183,10 +172,6 @@ class Distillation:
         if trained or self.teacher.training:
             why = f"{trained[0]} requires a gradient" if trained else "it is in training mode"
             raise MeshparError(f"the teacher is not frozen: {why}; call freeze(teacher) before plan.apply")
-
-    def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return the number of counted labels."""
-        return count_labels(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed loss, and its parts as ``cross_entropy``, ``kl`` and ``hidden``."""
@@ -244,9 +229,10 @@ def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_s
             "texts; leave the axis out"
         )
         return
-    for group in _together(spec, axes_of(plan.passes, spec, Role.SAMPLES)):
-        batches = {_data_place(seen, rank, axes_of(student_plan.passes, seen, Role.SAMPLES)) for rank in group}
-        if len(batches) > 1:
+    places, student_places = _places(plan, spec), _places(student_plan, seen)
+    for place in dict.fromkeys(places):
+        group = [rank for rank in range(spec.size) if places[rank] == place]
+        if len(batches := {student_places[rank] for rank in group}) > 1:
             yield (
                 f"the teacher's mesh {spec} lets ranks {group} work on one batch, but the student's mesh {seen} gives "
                 f"them {len(batches)} different ones; shard the teacher over data axes (dp_shard), or give the "
@@ -255,17 +241,10 @@ def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_s
             return
 
 
-def _data_place(spec: MeshSpec, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-    coordinates = spec.coordinates(rank)
-    return tuple(coordinates[axis] for axis in axes)
-
-
-def _together(spec: MeshSpec, data_axes: tuple[str, ...]) -> list[list[int]]:
-    """Return the groups of ranks that work on one batch."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(spec.size):
-        groups.setdefault(_data_place(spec, rank, data_axes), []).append(rank)
-    return list(groups.values())
+def _places(plan: Plan, spec: MeshSpec) -> list[tuple[int, ...]]:
+    """Return the place in the data of each rank."""
+    axes = axes_of(plan.passes, spec, Role.SAMPLES)
+    return [tuple(spec.coordinates(rank)[axis] for axis in axes) for rank in range(spec.size)]
 
 
 def _hidden(model: nn.Module, output: object) -> torch.Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, Literal, final, get_args
 
 import torch
 from torch import nn
@@ -58,13 +58,7 @@ class AdamWSettings:
 
 
 def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters of the module; build it after ``plan.apply`` and ``materialize``.
-
-    There are two groups at most, which differ in nothing but ``weight_decay``.
-
-    Raises:
-        RecipeError: no parameter requires a gradient.
-    """
+    """Return AdamW over the trainable parameters; build it after ``plan.apply`` and ``materialize``."""
     groups = parameter_groups(module, settings.weight_decay)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     fused = settings.fused if settings.fused is not None else devices <= set(_FUSED_DEVICES)
@@ -94,14 +88,10 @@ def scale_rates(
     Args:
         optimizer: has made no step yet.
         module: the module or its ``Parallelized``, whose parameters the optimizer has.
-        rates: pattern of parameters, or of modules for all of theirs -> factor; the first pattern that matches counts.
+        rates: pattern of parameters or modules -> factor; the first pattern that matches counts.
         layer_decay: factor of each block from the last one down, times that of ``rates`` (Clark et al., ELECTRA, 2020):
-            of n blocks of the layout, the last has ``layer_decay``, the first ``layer_decay ** n``, what is registered
-            before the blocks ``layer_decay ** (n + 1)``, and what comes behind them 1.
-
-    Raises:
-        MeshparError: a pattern matches nothing, a factor is not above 0, the layout names no blocks, or a weight is
-            tied over stages of ``pp``.
+            of n blocks the last has ``layer_decay``, the first ``layer_decay ** n``, what is before the blocks
+            ``layer_decay ** (n + 1)``, and what comes behind them 1.
     """
     module = module if isinstance(module, nn.Module) else module.module
     rates, layers = dict(rates or {}), fact_of(module, Layers)
@@ -121,10 +111,9 @@ def scale_rates(
         parts: dict[float, list[torch.Tensor]] = {}
         for parameter in group["params"]:
             parts.setdefault(factors[id(parameter)], []).append(parameter)
-        scale, lr = group.get("lr_scale", 1.0), group["lr"]
-        groups += [
-            {**group, "params": part, "lr": lr * times, "lr_scale": scale * times} for times, part in parts.items()
-        ]
+        for times, part in parts.items():
+            scales = {"lr": group["lr"] * times, "lr_scale": group.get("lr_scale", 1.0) * times}
+            groups.append({**group, "params": part, **scales})
     optimizer.param_groups[:] = groups
 
 
@@ -183,7 +172,8 @@ class Schedule:
     decay_steps: Count | None = None
 
     def __post_init__(self) -> None:
-        problems = [] if self.name in _SHAPES else [f"no schedule {self.name!r}; {suggestion(self.name, _SHAPES)}"]
+        names = get_args(Name)
+        problems = [] if self.name in names else [f"no schedule {self.name!r}; {suggestion(self.name, names)}"]
         problems += bound_problems(self)
         if self.steps is not None and self.warmup_steps > self.steps:
             problems.append(f"warmup_steps must be from 0 to steps, got {self.warmup_steps} of {self.steps} steps")
@@ -204,7 +194,24 @@ class Schedule:
         """Return the rate of ``step`` (from 0) as a part of the peak."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
-        return max(self.min_ratio, _SHAPES[self.name](self, step - self.warmup_steps))
+        return max(self.min_ratio, self._shape(step - self.warmup_steps))
+
+    def _shape(self, step: float) -> float:
+        """Return the part of the peak at a step after the warm-up, for every schedule without its floor."""
+        if self.name in ("constant", "step"):
+            return 1.0 if self.name == "constant" else self.gamma ** (step // self.step_every)
+        if self.steps is None:
+            raise RecipeError(
+                "a schedule without steps has no length of its own; set steps=, or use schedule.over(steps)"
+            )
+        length = max(1, self.steps - self.warmup_steps)
+        progress = min(1.0, step / length)
+        if self.name == "cosine":
+            return self.min_ratio + (1.0 - self.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        if self.name == "wsd":
+            share = self.decay_fraction if self.decay_steps is None else self.decay_steps / length
+            progress = max(0.0, 1.0 - (1.0 - progress) / share)
+        return 1.0 - (1.0 - self.min_ratio) * progress
 
     def rate(self, step: float) -> float:
         """Return the learning rate of ``step`` (from 0), which may lie between two steps."""
@@ -230,32 +237,6 @@ def scaled_rate(lr: float, mode: Scaling, data_size: int) -> float:
     return lr * scales[mode]
 
 
-def _progress(schedule: Schedule, step: float) -> float:
-    if schedule.steps is None:
-        raise RecipeError("a schedule without steps has no length of its own; set steps=, or use schedule.over(steps)")
-    return min(1.0, step / max(1, schedule.steps - schedule.warmup_steps))
-
-
-def _cosine(schedule: Schedule, step: float) -> float:
-    return schedule.min_ratio + (1.0 - schedule.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * _progress(schedule, step)))
-
-
-def _wsd(schedule: Schedule, step: float) -> float:
-    remaining, share = 1.0 - _progress(schedule, step), schedule.decay_fraction
-    if schedule.decay_steps is not None:
-        share = schedule.decay_steps / max(1, (schedule.steps or 0) - schedule.warmup_steps)
-    return 1.0 - (1.0 - schedule.min_ratio) * max(0.0, 1.0 - remaining / share)
-
-
-_SHAPES: dict[Name, Callable[[Schedule, float], float]] = {
-    "constant": lambda schedule, step: 1.0,
-    "linear": lambda schedule, step: 1.0 - (1.0 - schedule.min_ratio) * _progress(schedule, step),
-    "cosine": _cosine,
-    "step": lambda schedule, step: schedule.gamma ** (step // schedule.step_every),
-    "wsd": _wsd,
-}
-
-
 @final
 class LossScaler:
     """Scale the loss so that small gradients do not underflow in float16, and skip steps that overflow (Micikevicius et
@@ -277,13 +258,7 @@ class LossScaler:
     def __init__(
         self, *, scale: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
     ) -> None:
-        """Begin with the factor ``scale``.
-
-        Args:
-            growth: factor of the scale after ``interval`` steps in a row without overflow.
-            backoff: factor of the scale after an overflow.
-            interval: number of steps without overflow before the scale grows.
-        """
+        """Begin with ``scale``: times ``growth`` after ``interval`` good steps, ``backoff`` after an overflow."""
         if not (scale > 0 and growth >= 1 and 0 < backoff < 1 and interval >= 1):
             raise RecipeError(
                 f"expected scale > 0, growth >= 1, backoff in 0 to 1, interval >= 1; got {scale}, {growth}, "
@@ -295,9 +270,8 @@ class LossScaler:
     @torch.no_grad()
     def unscale_(self, module: nn.Module) -> None:
         """Divide every gradient of this rank by the scale; call it before clipping."""
-        for together in by_device(
-            local_tensor(parameter.grad) for parameter in module.parameters() if parameter.grad is not None
-        ).values():
+        grads = (local_tensor(parameter.grad) for parameter in module.parameters() if parameter.grad is not None)
+        for together in by_device(grads).values():
             foreach.mul_(together, 1.0 / self.scale)
 
     def update(self, norm: float) -> bool:

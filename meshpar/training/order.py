@@ -27,20 +27,16 @@ def permute(places: np.ndarray, count: int, key: int) -> np.ndarray:
     numpy = need("numpy")
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
     keys = _mix(numpy.arange(1, _ROUNDS + 1, dtype=numpy.uint64) + _mix(numpy.array([key], dtype=numpy.uint64))[0])
+    bits, mask = numpy.uint64(half), numpy.uint64((1 << half) - 1)
     values = places.astype(numpy.uint64)
     outside = numpy.ones(values.shape, dtype=bool)
     while outside.any():
-        values[outside] = _feistel(values[outside], half, keys)
+        high, low = values[outside] >> bits, values[outside] & mask
+        for round_key in keys:
+            high, low = low, high ^ (_mix(low + round_key) & mask)
+        values[outside] = (high << bits) | low
         outside = values >= count
     return values.astype(numpy.int64)
-
-
-def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
-    bits, mask = values.dtype.type(half), values.dtype.type((1 << half) - 1)
-    high, low = values >> bits, values & mask
-    for key in keys:
-        high, low = low, high ^ (_mix(low + key) & mask)
-    return (high << bits) | low
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

@@ -130,7 +130,9 @@ class PackedTokens:
             if self._fitted is None:
                 labels[begins[:, 1:]] = IGNORE_INDEX
             if begins[:, :-1].any():
-                batch["position_ids"] = torch.from_numpy(restart_positions(begins[:, :-1]))
+                positions = numpy.arange(self.length, dtype=numpy.int64)[None]
+                starts = numpy.maximum.accumulate(numpy.where(begins[:, :-1], positions, 0), axis=1)
+                batch["position_ids"] = torch.from_numpy(positions - starts)
         return batch
 
     def _parts(self, index: int) -> Sequence[tuple[int, int]]:
@@ -138,13 +140,6 @@ class PackedTokens:
         if index == FILLER:
             return ()
         return ((index * self.length, self.length),) if self._fitted is None else self._fitted.parts(index)
-
-
-def restart_positions(begins: np.ndarray) -> np.ndarray:
-    """Return positions (B, L) int64 that count from 0 and restart where ``begins`` (B, L) is True."""
-    numpy = need("numpy")
-    places = numpy.arange(begins.shape[1], dtype=numpy.int64)[None]
-    return places - numpy.maximum.accumulate(numpy.where(begins, places, 0), axis=1)
 
 
 def _truncated_rows(file: ExampleFile, name: str, indices: Sequence[int], length: int) -> list[np.ndarray]:
@@ -273,16 +268,12 @@ class MappedSamples:
 class MixedSamples:
     """Mix packed samples of several sources, interleaved by weight (:class:`meshpar.training.order.Interleave`).
 
-    ``len()`` is the number of samples until all sources are used up, or of one epoch of each if a source repeats
-    without end.
+    ``len()`` is the number of samples until all sources are used up, or of one epoch of each if one repeats forever.
 
     Args:
-        sources: name -> samples, all of one length.
+        sources: name -> samples, all of one length and one tokenizer.
         weights: the share of each source in the samples; only their ratios count.
         epochs: largest number of passes over each source; None: no limit.
-
-    Raises:
-        RecipeError: samples of different lengths or vocabularies, or wrong weights or epochs.
     """
 
     def __init__(

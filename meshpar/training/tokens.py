@@ -65,11 +65,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenFile:
-        """Read the description of a token file.
-
-        Raises:
-            RecipeError: the file or its description is missing, or they do not match.
-        """
+        """Read the description of a token file; raises RecipeError if the two are missing or do not match."""
         path = Path(path)
         sidecar = path.with_suffix(".json")
         if not path.is_file() or not sidecar.is_file():

@@ -70,10 +70,8 @@ class Tracker(Protocol):
     """A tracker, as a protocol. One thread makes it and calls it; an error or a delay here affects nothing else."""
 
     def send(self, records: Sequence[Metrics]) -> None:
-        """Take records in their order: ``step``, ``time`` in seconds since 1970, and finite values by name.
-
-        An error has the same records sent again later, by a new tracker. A record that is refused alone, while one
-        after it is taken, is set aside.
+        """Take records in order: ``step``, ``time`` (seconds since 1970), finite values. After an error they are sent
+        again to a new tracker; one that is refused alone, while a later one is taken, is set aside.
         """
 
     def close(self, ended: Ended) -> None:
@@ -96,9 +94,6 @@ class Trackers:
         name: of the run; None: the folder's.
         facts: what the trackers show of the run; :func:`facts_of` returns those of a plan.
         code: a folder under git, whose commit is a fact too; None: none.
-
-    Raises:
-        MeshparError: there is no such tracker, or its package is not installed.
     """
 
     def __init__(
