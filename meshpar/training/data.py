@@ -254,7 +254,14 @@ class Batches:
             wanted = wanted or next(sizes)[1]
             step.append(batch)
             if len(step) == wanted:
-                self._advance(self._sampler.micro_batch * wanted * self._sampler.data_size)
+                size, mix = self._sampler.micro_batch * wanted * self._sampler.data_size, self._sampler.mix
+                if mix is None:
+                    self.count([True], size)
+                else:
+                    self._counts = mix.after(self._counts, mix.sources(self._counts, size))
+                    self._consumed += size
+                    if mix.total is not None and self._consumed >= len(self.samples):
+                        self._epoch, self._consumed = self._epoch + 1, 0
                 yield step
                 step, wanted = [], 0
 
@@ -338,15 +345,6 @@ class Batches:
             )
         self._epoch, self._consumed, self._counts = state["epoch"], state["samples"], tuple(state.get("sources", ()))
         self._returned = tuple(state.get("returned", ()))
-
-    def _advance(self, size: int) -> None:
-        if (mix := self._sampler.mix) is None:
-            self.count([True], size)
-            return
-        self._consumed += size
-        self._counts = mix.after(self._counts, mix.sources(self._counts, size))
-        if mix.total is not None and self._consumed >= len(self.samples):
-            self._epoch, self._consumed = self._epoch + 1, 0
 
 
 # torchdata has no types

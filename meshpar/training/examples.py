@@ -68,7 +68,7 @@ class RecordSource:
         if self.inputs == (STDLIB,):
             records = documented_functions() if self.kind == "pairs" else lines_of_modules()
         else:
-            records = (record for path in self.files() for record in self._table(path))
+            records = self._of_tables()
         seen: set[bytes] = set()
         for record in records:
             digest = hashlib.blake2b("\0".join(record).encode(), digest_size=16).digest()
@@ -100,14 +100,15 @@ class RecordSource:
         """Return the files; raises RecipeError if an input matches no file."""
         return TextSource(inputs=self.inputs, suffixes=TABLES).files()
 
-    def _table(self, path: Path) -> Iterator[TextPair]:
-        for number, entry in records_of(path, [self.field, self.output_field], self.reading):
-            try:
-                pair = self._pair(entry, f"{path}:{number}")
-            except RecipeError as error:
-                self.reading.refuse(error)
-                continue
-            yield pair
+    def _of_tables(self) -> Iterator[TextPair]:
+        for path in self.files():
+            for number, entry in records_of(path, [self.field, self.output_field], self.reading):
+                try:
+                    pair = self._pair(entry, f"{path}:{number}")
+                except RecipeError as error:
+                    self.reading.refuse(error)
+                else:
+                    yield pair
 
     def _pair(self, entry: object, place: str) -> TextPair:
         keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
@@ -132,7 +133,11 @@ def documented_functions() -> Iterator[TextPair]:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and len(node.body) > 1:
                 sentence = first_sentence(ast.get_docstring(node) or "")
                 if sentence:
-                    yield _drop_docstring(node, lines), sentence
+                    first, second = node.body[0], node.body[1]
+                    body = lines[node.lineno - 1 : first.lineno - 1]
+                    body += lines[min(first.end_lineno or 0, second.lineno - 1) : node.end_lineno]
+                    margin = " " * node.col_offset
+                    yield "".join(line.removeprefix(margin) for line in body).rstrip(), sentence
 
 
 def first_sentence(docstring: str) -> str:
@@ -156,13 +161,6 @@ def lines_of_modules() -> Iterator[TextPair]:
     counts = Counter(only.values())
     largest = sorted(counts, key=lambda module: (-counts[module], module))[:_CLASSES]
     yield from ((text, module) for text, module in only.items() if module in largest)
-
-
-def _drop_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
-    first, second = node.body[0], node.body[1]
-    body = lines[node.lineno - 1 : first.lineno - 1]
-    body += lines[min(first.end_lineno or 0, second.lineno - 1) : node.end_lineno]
-    return "".join(line.removeprefix(" " * node.col_offset) for line in body).rstrip()
 
 
 @final

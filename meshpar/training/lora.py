@@ -287,9 +287,14 @@ def _adapt_layout(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, A
             continue
         for name in names:
             packed = isinstance(adapted.get(name), PackedAdapter)
-            table.update(_styles(name, style) if name in adapted and not packed else {_inside(name, adapted): style})
+            if name not in adapted or packed:
+                table[_inside(name, adapted)] = style
+                continue
+            # A is whole on a layer split by outputs; on one split by inputs it is split and reduced like the layer
+            a, b = ("rowwise", "sequence") if style == "rowwise" else (WholeA(), style)
+            table |= {f"{name}.base_layer": style, f"{name}.lora_A.{NAME}": a, f"{name}.lora_B.{NAME}": b}
             splits = isinstance(style, str) and style.partition(":")[0] in ("colwise", "packed_colwise", "rowwise")
-            if name in adapted and not packed and not splits:
+            if not splits:
                 refusal = f"adapters on {name}, whose style is {style}, cannot be split; leave it out of lora.targets"
     heads: dict[str, int] = {}
     for pattern, count in layout.tensor.heads.items():
@@ -332,14 +337,6 @@ def _renames(model: nn.Module) -> Iterator[Rename]:
     for pattern, names_below in below.items():
         alone = any(matches(base_name(pattern), name) for name in names)
         yield from (Rename(name, base_name(name)) for name in (names_below if alone else [pattern]))
-
-
-def _styles(name: str, style: object) -> dict[str, Any]:
-    """Return the styles of an adapted layer's parts: A is whole on a layer split by outputs, split on one by inputs."""
-    inner, a, b = f"{name}.base_layer", f"{name}.lora_A.{NAME}", f"{name}.lora_B.{NAME}"
-    if style == "rowwise":
-        return {inner: style, a: "rowwise", b: "sequence"}
-    return {inner: style, a: WholeA(), b: style}
 
 
 @final

@@ -150,7 +150,11 @@ class Console:
         self._start = time.monotonic()
         self._progress: Progress | None = None
         if self._file.isatty():
-            self._progress = _progress(cast("TextIO", self._file))
+            rich, console = need("rich.progress"), need("rich.console")
+            columns = [rich.MofNCompleteColumn(), rich.BarColumn(bar_width=24)]
+            columns += [rich.TextColumn("{task.description}", markup=False), rich.TimeElapsedColumn()]
+            columns += [rich.TextColumn("eta"), rich.TimeRemainingColumn(elapsed_when_finished=False)]
+            self._progress = rich.Progress(*columns, console=console.Console(file=cast("TextIO", self._file)))
             self._task = self._progress.add_task("", total=self._total(), completed=step)
             self._progress.start()
 
@@ -189,14 +193,6 @@ class Console:
         if done <= 0:
             return "?"
         return str(timedelta(seconds=round((time.monotonic() - self._start) / done * max(0, self._total() - step))))
-
-
-def _progress(file: TextIO) -> Progress:
-    rich, console = need("rich.progress"), need("rich.console")
-    columns = [rich.MofNCompleteColumn(), rich.BarColumn(bar_width=24)]
-    columns += [rich.TextColumn("{task.description}", markup=False), rich.TimeElapsedColumn()]
-    columns += [rich.TextColumn("eta"), rich.TimeRemainingColumn(elapsed_when_finished=False)]
-    return rich.Progress(*columns, console=console.Console(file=file))
 
 
 def flops_per_token(module: nn.Module) -> float:

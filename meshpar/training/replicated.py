@@ -6,6 +6,7 @@ import hashlib
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, cast, final
 
 import torch
@@ -46,10 +47,8 @@ class Summed:
         self._flats: list[tuple[list[Tensor], Tensor]] = []
         works = []
         for bucket in buckets(parameter for parameter, count in zip(trained, graded, strict=True) if count):
-            flat = torch.cat(
-                [_gradient(parameter).reshape(-1).to("cpu", summed_in(parameter.dtype)) for parameter in bucket]
-            )
-            flat.mul_(weight)
+            parts = (_gradient(parameter).reshape(-1).to("cpu", summed_in(parameter.dtype)) for parameter in bucket)
+            flat = torch.cat([*parts]).mul_(weight)
             works.append(group.allreduce([flat]))
             self._flats.append((bucket, flat))
         for work in works:
@@ -103,12 +102,9 @@ class Replicated:
     def _whole_state(self) -> dict[str, Any]:
         self._par.reshard()
         module = [local_tensor(tensor).detach() for _, tensor in tensors_of(self._par.module)]
-        optimizer = self._optimizer.state_dict()
-        return {
-            "module": module,
-            "optimizer": {**optimizer, "state": dict(optimizer["state"])},
-            "state": self._state.state_dict(),
-        }
+        optimizer = dict(self._optimizer.state_dict())
+        optimizer["state"] = dict(optimizer["state"])
+        return {"module": module, "optimizer": optimizer, "state": self._state.state_dict()}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
@@ -128,9 +124,8 @@ class Replicated:
 
     def compare(self, group: Peers, step: int) -> None:
         """Raise MeshparError if the members' states after ``step`` differ by hash, RuntimeError if a member failed."""
-        total = digest_of_several(
-            local_tensor(leaf) for leaf in leaves(self._whole_state()) if isinstance(leaf, Tensor)
-        )
+        tensors = (leaf for leaf in leaves(self._whole_state()) if isinstance(leaf, Tensor))
+        total = digest_of_several(map(local_tensor, tensors))
         settings = repr((self._data.state_dict(), self._data.global_batch, self._same))
         plain = int.from_bytes(hashlib.sha256(settings.encode()).digest()[:8], signed=True)
         digests = torch.tensor([int(total), ~int(total), plain, ~plain])
@@ -148,13 +143,14 @@ class Replicated:
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class SentPart:
     """A part of a DTensor on its way, with the shape, the stride and the placements of the whole."""
 
     def __init__(
-        self, tensor: Tensor, shape: torch.Size, stride: tuple[int, ...], placements: tuple[Placement, ...]
+        self, tensor: Tensor, shape: torch.Size, stride: tuple[int, ...], placements: Sequence[Placement]
     ) -> None:
-        self.tensor, self._shape, self._stride, self._placements = tensor, shape, stride, placements
+        self.tensor, self._placements, self._sizes = tensor, placements, {"shape": shape, "stride": stride}
 
     def on(self, mesh: DeviceMesh) -> Tensor:
         """Return the DTensor on the receiver's mesh, in the memory in which the part is."""
@@ -166,9 +162,7 @@ class SentPart:
         return placed
 
     def _of(self, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-        return DTensor.from_local(
-            tensor, mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride
-        )
+        return DTensor.from_local(tensor, mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
 
 class _Packed(pickle.Pickler):

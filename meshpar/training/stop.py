@@ -85,7 +85,12 @@ class StopRequest:
         self._finish()
         self._send(0, int(bool(failure)), int(works))
         assert self._work is not None
-        _wait(self._work, within_s)
+        until, pause_s = time.monotonic() + within_s, 1e-5
+        while not self._work.is_completed():  # signals are heard meanwhile
+            if time.monotonic() > until:
+                raise TimeoutError(f"no answer within {within_s:g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
         failed, going_on = self._flags[2:].tolist()
         self._finish()
         texts = [failure] * dist.get_world_size()
@@ -145,13 +150,3 @@ class StopRequest:
         elif number == signal.SIGINT and self.reason is not None and time.monotonic() - self._asked > _SAME_S:
             raise KeyboardInterrupt
         self.request(signal.Signals(number).name)
-
-
-def _wait(work: dist.Work, within_s: float) -> None:
-    """Wait for an exchange, so that signals are heard meanwhile; raises TimeoutError."""
-    until, pause_s = time.monotonic() + within_s, 1e-5
-    while not work.is_completed():
-        if time.monotonic() > until:
-            raise TimeoutError(f"no answer within {within_s:g} s")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)

@@ -19,7 +19,7 @@ import shlex
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast, final
@@ -103,8 +103,13 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     damage: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
     if path.suffix == ".zst":
-        opener, more = _zstd(path)
-        damage += (more,)
+        library = next(filter(None, map(_import, ("compression.zstd", "backports.zstd"))), None)
+        if library is None:
+            raise RecipeError(
+                f"{path} is packed by zstd, which needs Python 3.14 or a package: pip install backports.zstd, or "
+                "unpack it"
+            )
+        opener, damage = library.open, (*damage, library.ZstdError)
     try:
         with cast("IO[bytes]", opener(path, "rb")) as file:
             yield file
@@ -114,17 +119,9 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
         ) from error
 
 
-def _zstd(path: Path) -> tuple[Callable[..., Any], type[Exception]]:
-    """Return what opens a file packed by zstd, and its error."""
-    for name in ("compression.zstd", "backports.zstd"):
-        try:
-            library = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        return library.open, library.ZstdError
-    raise RecipeError(
-        f"{path} is packed by zstd, which needs Python 3.14 or a package: pip install backports.zstd, or unpack it"
-    )
+def _import(name: str) -> Any:  # noqa: ANN401 - a module
+    with suppress(ModuleNotFoundError):
+        return importlib.import_module(name)
 
 
 def records_of(

@@ -159,7 +159,10 @@ class TextTokenizer:
 def byte_tokenizer(template: str | None = None) -> TextTokenizer:
     """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 and whose id 256 is the end of a text."""
     library = need("tokenizers")
-    vocabulary = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    # the printable letter of each byte (GPT-2's bytes_to_unicode, src/encoder.py)
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in plain else next(spare)): byte for byte in range(256)}
     fast = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=[]))
     fast.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = library.decoders.ByteLevel()
@@ -226,13 +229,6 @@ def _setting(folder: Path, name: str) -> Any:  # noqa: ANN401 - of JSON
     files = (folder / file for file in _SETTINGS)
     read = (json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file())
     return next((settings[name] for settings in read if settings.get(name) is not None), None)
-
-
-def _byte_letters() -> list[str]:
-    """Return the printable letter of each byte (GPT-2's ``bytes_to_unicode``, src/encoder.py)."""
-    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    spare = iter(range(256, 512))
-    return [chr(byte if byte in plain else next(spare)) for byte in range(256)]
 
 
 def batch_items(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -209,7 +209,10 @@ class _Sender:
         self._send(tracker, later)
         if later:
             self._ahead |= {*later}
-            self._set_aside(refused[0])
+            with self._marker.with_suffix(".refused.jsonl").open("ab") as file:
+                file.write(refused[0])
+            text = "tracker %s refuses one record, %s; it is set aside in %s, and later ones are sent"
+            log.warning(text, self._name, refused[0].decode(errors="replace").strip()[:200], file.name)
             self._count(refused)
 
     def _send(self, tracker: Tracker, lines: Sequence[bytes]) -> None:
@@ -218,13 +221,6 @@ class _Sender:
             tracker.send(records)
             steps = (int(record["step"]) for record in records)
             self._run = replace(self._run, step=max(self._run.step, *steps))
-
-    def _set_aside(self, line: bytes) -> None:
-        """Keep a record that the tracker refuses beside the marker, and name it."""
-        with self._marker.with_suffix(".refused.jsonl").open("ab") as file:
-            file.write(line)
-        text = "tracker %s refuses one record, %s; it is set aside in %s, and later ones are sent"
-        log.warning(text, self._name, line.decode(errors="replace").strip()[:200], file.name)
 
     def _close(self, tracker: Tracker) -> None:
         """Close a tracker that failed; one that does not end within some seconds is left to its thread."""
@@ -250,13 +246,11 @@ class _Sender:
     def _warn(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            log.warning(
+            text = (
                 "tracker %s: %s; training continues. Records stay in %s and are sent as soon as it answers, at the "
-                "latest when the run is started again",
-                self._name,
-                why,
-                self._lines,
+                "latest when the run is started again"
             )
+            log.warning(text, self._name, why, self._lines)
 
 
 def _record(line: bytes) -> dict[str, float]:
@@ -272,16 +266,11 @@ def facts_of(par: Parallelized) -> dict[str, Any]:
     """Return ``plan`` and ``environment`` of a run as plain data, for :class:`Trackers`."""
     from meshpar import __version__
 
+    device = torch.cuda.get_device_name(par.device) if par.device.type == "cuda" else par.device.type
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "meshpar": __version__}
     return {
         "plan": {"mesh": str(par.spec), "passes": [repr(pass_) for pass_ in par.plan.passes]},
-        "environment": {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "meshpar": __version__,
-            "host": platform.node(),
-            "ranks": dist.get_world_size(),
-            "device": torch.cuda.get_device_name(par.device) if par.device.type == "cuda" else par.device.type,
-        },
+        "environment": versions | {"host": platform.node(), "ranks": dist.get_world_size(), "device": device},
     }
 
 

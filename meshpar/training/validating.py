@@ -156,16 +156,14 @@ class SideWork:
     def _met_before_calls(self) -> Iterator[None]:
         """Let ranks meet before each call of the module, where one that failed would make the others wait."""
         module: Any = self._module
-        self._inside = False
-        if not self._in_step:
-            yield
-            return
-        inner = module._call_impl
-        enter_by(module, partial(self._enter, inner))
+        self._inside, inner = False, module._call_impl
+        if self._in_step:
+            enter_by(module, partial(self._enter, inner))
         try:
             yield
         finally:
-            module._call_impl = inner
+            if self._in_step:
+                module._call_impl = inner
 
     def _enter(self, inner: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         if not self._inside and not self.goes_on():
