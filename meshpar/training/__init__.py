@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from meshpar.process.accelerators import peak_flops
     from meshpar.training.data import Batches, LoaderSettings
     from meshpar.training.elastic import Change, Replicas
-    from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples
+    from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples, generate, log_likelihoods
     from meshpar.training.examples import ExampleFile, ExampleSplit
     from meshpar.training.experts import ExpertLoad
-    from meshpar.training.generating import generate, log_likelihoods
     from meshpar.training.lighthouse import Lighthouse
     from meshpar.training.loop import Trainer
     from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
@@ -74,10 +73,9 @@ __all__ = [
 _HOMES = {
     "data": ("Batches", "LoaderSettings"),
     "elastic": ("Change", "Replicas"),
-    "evaluation": ("Evaluation", "Harness", "MultipleChoice", "Samples"),
+    "evaluation": ("Evaluation", "Harness", "MultipleChoice", "Samples", "generate", "log_likelihoods"),
     "examples": ("ExampleFile", "ExampleSplit"),
     "experts": ("ExpertLoad",),
-    "generating": ("generate", "log_likelihoods"),
     "lighthouse": ("Lighthouse",),
     "loop": ("Trainer",),
     "lora": ("Adapters", "LoRA", "WithAdapters", "add_adapters"),

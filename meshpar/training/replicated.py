@@ -147,10 +147,10 @@ class Replicated:
 class SentPart:
     """A part of a DTensor on its way, with the shape, the stride and the placements of the whole."""
 
-    def __init__(
-        self, tensor: Tensor, shape: torch.Size, stride: tuple[int, ...], placements: Sequence[Placement]
-    ) -> None:
-        self.tensor, self._placements, self._sizes = tensor, placements, {"shape": shape, "stride": stride}
+    tensor: Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    placements: tuple[Placement, ...]
 
     def on(self, mesh: DeviceMesh) -> Tensor:
         """Return the DTensor on the receiver's mesh, in the memory in which the part is."""

@@ -29,7 +29,7 @@ from meshpar.testing import on_ranks
 from meshpar.testing.parity import in_this_process
 from meshpar.training import CausalLM, Distillation, ExpertLoad, SequenceClassification, build_adamw, freeze
 from meshpar.training.elastic import Replicas
-from meshpar.training.generating import generate
+from meshpar.training.evaluation import generate
 from meshpar.training.lighthouse import Lighthouse
 from meshpar.training.lora import LoRA, add_adapters
 from meshpar.training.optimizer import AdamWSettings, Schedule, scale_rates

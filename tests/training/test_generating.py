@@ -10,7 +10,7 @@ import torch
 from meshpar import ContextParallel, FullyShard, Plan, TensorParallel
 from meshpar.core.errors import MeshparError
 from meshpar.testing import on_ranks
-from meshpar.training.generating import generate, log_likelihoods
+from meshpar.training.evaluation import generate, log_likelihoods
 from tests.support.models_for_parity import huggingface, huggingface_gpt2, t5, transformer
 from tests.support.tiers import daily
 
