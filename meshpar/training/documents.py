@@ -95,13 +95,13 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     sizes = torch.stack([moved, misplaced, control]).cpu()
     dist.all_reduce(sizes, dist.ReduceOp.MAX, runtime.hosts())
     moved, misplaced, control = sizes.tolist()
-    most = control * (_NARROW_PART if is_narrow(dtypes) else _PART)
-    if moved > most:
+    allowed = control * (_NARROW_PART if is_narrow(dtypes) else _PART)
+    if moved > allowed:
         raise MeshparError(
             f"{class_name(module)} does not keep the documents of a packed row separate: another first document "
             f"changed the output of the second by {moved:.1e} ({control:.1e} in one text); {REMEDY}"
         )
-    if misplaced > most:
+    if misplaced > allowed:
         raise MeshparError(
             f"{class_name(module)} counts positions itself: a document of a packed row gives other results than alone "
             f"(off by {misplaced:.1e}); {REMEDY}"

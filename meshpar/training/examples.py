@@ -10,10 +10,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from meshpar.core.errors import RecipeError
 from meshpar.process.build_once import build_once
@@ -299,7 +299,7 @@ def _encode_records(
 
 
 @final
-class _Writer:
+class _Writer(AbstractContextManager["_Writer"]):
     """Append the ids of examples to the files of a folder."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
@@ -310,9 +310,6 @@ class _Writer:
             for name in ("input", "output")
         ]
 
-    def __enter__(self) -> Self:
-        return self
-
     def add(self, *rows: Sequence[int]) -> None:
         """Append the ids of an input and of its output."""
         for (ids, ends), row in zip(self._columns, rows, strict=True):
@@ -321,9 +318,7 @@ class _Writer:
         self._count += 1
 
     def __exit__(self, *_: object) -> None:
-        digest = hashlib.sha256()
-        for ids, ends in self._columns:
-            digest.update(ids.close() + ends.close())
+        digest = hashlib.sha256(b"".join(array.close() for column in self._columns for array in column))
         fields = {"count": self._count, **self._about, "fingerprint": digest.hexdigest()}
         (self._folder / _ABOUT).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 

@@ -81,8 +81,8 @@ class ExpertLoad:
         if not module.training or in_backward():
             return
         logits_NE = (output if isinstance(output, Tensor) else output[0]).flatten(0, -2)
-        most = math.log(max(2, logits_NE.shape[-1]))
-        entropy = torch.special.entr(logits_NE.detach().softmax(-1, dtype=torch.float32)).sum() / most
+        largest = math.log(max(2, logits_NE.shape[-1]))
+        entropy = torch.special.entr(logits_NE.detach().softmax(-1, dtype=torch.float32)).sum() / largest
         self._entropy += torch.stack([entropy, entropy.new_full((), len(logits_NE))])
         if self._coefficient:  # nothing is computed of them here, which a recomputation would have to repeat
             self._logits.setdefault(place, []).append(logits_NE)
@@ -202,7 +202,7 @@ def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float
 
 
 def _modules(module: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
-    return [found for pattern in patterns for _, found in find_modules(module, pattern)]
+    return [child for pattern in patterns for _, child in find_modules(module, pattern)]
 
 
 def _biases(module: nn.Module, layout: ModelLayout) -> list[Tensor]:

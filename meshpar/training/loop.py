@@ -154,8 +154,7 @@ class Trainer:
 
     >>> Trainer(par, CausalLM(), batches, optimizer, schedule, settings).run()  # doctest: +SKIP
 
-    The loss is the mean over all tokens of all ranks and micro-batches. The gradient norm is that of the whole model.
-    The loop waits for the device only to report a number.
+    The loss is the mean over all tokens of all ranks and micro-batches. The loop waits for the device only to report.
 
     Args:
         par: the parallel module, materialized.
@@ -170,11 +169,9 @@ class Trainer:
         reporters: receive the records. Pass them on one rank, and none on the others.
         scaler: loss scaler for float16; None: no scaling.
         flops_per_token: training FLOPs of a token, for MFU; None: no MFU.
-        averages: averages of the weights by name (:meth:`Parallelized.averaged`), updated after each step of the
-            optimizer and saved with it.
+        averages: averages of the weights by name (:meth:`Parallelized.averaged`), updated and saved.
         validated: which weights are validated: ``"trained"``, ``"averaged"`` for the only average, or a name.
-        evaluations: made of the same weights after each validation, or in its place; their numbers are
-            ``eval/NAME/...``.
+        evaluations: of the same weights after each validation; their numbers are ``eval/NAME/...``.
     """
 
     par: Parallelized

@@ -239,8 +239,8 @@ def _check_packed(model: nn.Module, endings: tuple[str, ...]) -> None:
     """Raise RecipeError if an ending names anything but a packed weight."""
     for ending in endings:
         named = {name: parameter for name, parameter in model.named_parameters() if f".{name}".endswith(f".{ending}")}
-        others = (f"{name} {tuple(parameter.shape)}" for name, parameter in named.items() if parameter.ndim != 3)
-        if (wrong := next(others, None if named else "nothing")) is not None:
+        unpacked = (f"{name} {tuple(parameter.shape)}" for name, parameter in named.items() if parameter.ndim != 3)
+        if (wrong := next(unpacked, None if named else "nothing")) is not None:
             names = (name for name, parameter in model.named_parameters() if parameter.ndim == 3)
             packed = sorted({".".join(name.split(".")[-2:]) for name in names})
             raise RecipeError(

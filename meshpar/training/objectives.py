@@ -230,8 +230,8 @@ def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_s
         )
         return
     places, student_places = _places(plan, spec), _places(student_plan, seen)
-    for place in dict.fromkeys(places):
-        group = [rank for rank in range(spec.size) if places[rank] == place]
+    for batch in dict.fromkeys(places):
+        group = [rank for rank in range(spec.size) if places[rank] == batch]
         if len(batches := {student_places[rank] for rank in group}) > 1:
             yield (
                 f"the teacher's mesh {spec} lets ranks {group} work on one batch, but the student's mesh {seen} gives "

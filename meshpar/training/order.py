@@ -76,8 +76,8 @@ def weights_problem(weights: Sequence[float]) -> str:
     low, high = min(weights), max(weights)
     if 0 < low <= high < math.inf and not any(map(math.isnan, weights)) and high / _RATIO <= low:
         return ""
-    most = f"the largest at most {_RATIO:g} times the smallest"
-    return f"expected weights above 0 and finite, {most}, got {tuple(weights)}"
+    bound = f"the largest at most {_RATIO:g} times the smallest"
+    return f"expected weights above 0 and finite, {bound}, got {tuple(weights)}"
 
 
 @final

@@ -54,8 +54,8 @@ def bound_problems(settings: Any) -> Iterator[str]:
             kind, bound = get_args(number)
             value = getattr(settings, name)
             value = value[index] if several else value
-            others = [] if several else [alternative for alternative in kinds if alternative is not number]
-            inner = [kind for alternative in others for kind in get_args(alternative) or [alternative]]
+            alternatives = [] if several else [alternative for alternative in kinds if alternative is not number]
+            inner = [choice for alternative in alternatives for choice in get_args(alternative) or [alternative]]
             allowed = [None if choice is NoneType else choice for choice in inner]
             fits = isinstance(value, kind if kind is int else (int, float)) and value in bound
             if value not in allowed and not fits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -113,9 +113,7 @@ class StopRequest:
             self._late = True
             signal.pthread_kill(threading.main_thread().ident or 0, signal.Signals(_NUMBERS[self.reason] - 1))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._entered -= 1
         if self._entered:
             return

@@ -16,10 +16,11 @@ import json
 import logging
 import re
 import shlex
+import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast, final
@@ -103,12 +104,13 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     damage: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
     if path.suffix == ".zst":
-        library = next(filter(None, map(_import, ("compression.zstd", "backports.zstd"))), None)
-        if library is None:
+        try:
+            library = importlib.import_module("backports.zstd" if sys.version_info < (3, 14) else "compression.zstd")
+        except ModuleNotFoundError as error:
             raise RecipeError(
                 f"{path} is packed by zstd, which needs Python 3.14 or a package: pip install backports.zstd, or "
                 "unpack it"
-            )
+            ) from error
         opener, damage = library.open, (*damage, library.ZstdError)
     try:
         with cast("IO[bytes]", opener(path, "rb")) as file:
@@ -117,11 +119,6 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
         raise RecipeError(
             f"{path} cannot be unpacked: {error}; it is damaged, or not packed as its name says"
         ) from error
-
-
-def _import(name: str) -> Any:  # noqa: ANN401 - a module
-    with suppress(ModuleNotFoundError):
-        return importlib.import_module(name)
 
 
 def records_of(
