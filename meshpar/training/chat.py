@@ -236,9 +236,8 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
     if content is not None and not isinstance(content, str):
         raise RecipeError(f"turn {place} ({role}) has content of type {type(content).__name__}; expected text")
     if turn.get("weight") not in (None, 0, 1):
-        raise RecipeError(
-            f"turn {place} ({role}) has weight {turn['weight']!r}; expected 0 (its tokens do not count) or 1"
-        )
+        problem = f"turn {place} ({role}) has weight {turn['weight']!r}; expected 0 (its tokens do not count) or 1"
+        raise RecipeError(problem)
     more = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
     if isinstance(calls := _parse_list(more.get("tool_calls"), f"tool_calls of turn {place}"), list):
         more["tool_calls"] = [_call(call) for call in calls]

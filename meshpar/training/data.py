@@ -270,9 +270,8 @@ class Batches:
         while True:
             yield from self.one_epoch()
             if self._sampler.mix is not None:
-                raise RecipeError(
-                    f"the sources of the mix are used up after {self.steps_per_epoch} steps; raise their epochs"
-                )
+                problem = f"the sources of the mix are used up after {self.steps_per_epoch} steps; raise their epochs"
+                raise RecipeError(problem)
 
     def share_problems(self) -> Iterator[str]:
         """Yield why :meth:`share` cannot read this data, one line each."""

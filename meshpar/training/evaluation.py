@@ -64,9 +64,8 @@ def values_of(found: object) -> tuple[dict[str, float], dict[str, str]]:
             else:
                 numbers[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise MeshparError(
-                f"its value {name!r} is a {type(value).__name__}; expected a number or a text"
-            ) from error
+            problem = f"its value {name!r} is a {type(value).__name__}; expected a number or a text"
+            raise MeshparError(problem) from error
     return numbers, texts
 
 
@@ -94,9 +93,8 @@ class MultipleChoice:
                 text, right = record["question"], record["answer"]
                 answers = [delimiter + str(choice) for choice in record["choices"]]
                 if not (text and 0 <= right < len(answers)):
-                    raise ValueError(
-                        f"answer {right!r} is no place in {len(answers)} choices, or the question is empty"
-                    )
+                    problem = f"answer {right!r} is no place in {len(answers)} choices, or the question is empty"
+                    raise ValueError(problem)
                 self._asked.append((text, answers, right))
         except OSError as error:
             raise RecipeError(f"{path} cannot be read: {error}") from error

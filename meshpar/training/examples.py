@@ -267,9 +267,8 @@ def _write_all(
             writers[0 if is_held_out is None else int(is_held_out[number])].add(*part)
         if validation is not None:
             if strange := sorted(set(_count_records(validation)[1]) - set(classes)):
-                raise RecipeError(
-                    f"the validation data has labels that the training data lacks: {', '.join(strange[:5])}"
-                )
+                problem = f"the validation data has labels that the training data lacks: {', '.join(strange[:5])}"
+                raise RecipeError(problem)
             for _, part in _encode_records(validation, classes, tokenizer):
                 writers[1].add(*part)
         about["notes"] = [note for records in (source, validation) if records for note in records.reading.notes()]

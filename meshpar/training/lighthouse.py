@@ -279,9 +279,8 @@ class Rendezvous:
     def _enter(self, lighthouse: str, name: str, until: float) -> str | None:
         """Return the name at the lighthouse, on rank 0; None: it does not answer yet."""
         if not lighthouse:
-            raise ReplicaError(
-                f"the job has no lighthouse, through which replicas find one another; {GIVE_A_LIGHTHOUSE}"
-            )
+            problem = f"the job has no lighthouse, through which replicas find one another; {GIVE_A_LIGHTHOUSE}"
+            raise ReplicaError(problem)
         try:
             self._membership = Membership(
                 lighthouse, name, patience_s=self._patience_s, wait_s=min(_CONNECT_S, until - time.monotonic())

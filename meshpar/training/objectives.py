@@ -71,9 +71,8 @@ class CausalLM(_CountsLabels):
         if problems := list(bound_problems(self)):
             raise RecipeError("; ".join(problems))
         if self.chunk is not None and self.chunk < 0:
-            raise MeshparError(
-                f"CausalLM(chunk={self.chunk}) must be 0 (all logits at once), a number of positions, or None"
-            )
+            problem = f"CausalLM(chunk={self.chunk}) must be 0 (all logits at once), a number of positions, or None"
+            raise MeshparError(problem)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed loss in float32, of plain or vocabulary-sharded logits."""

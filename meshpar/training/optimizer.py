@@ -123,9 +123,8 @@ def _depths(module: nn.Module, layout: ModelLayout) -> dict[int, int]:
     every |= {*layers.line} if (layers := fact_of(module, Layers)) is not None else set()
     blocks = [name for name, _ in module.named_modules() if name in every]
     if not blocks:
-        raise MeshparError(
-            "layer_decay: the model's layout names no blocks; give ModelLayout(blocks=...), or use rates"
-        )
+        problem = "layer_decay: the model's layout names no blocks; give ModelLayout(blocks=...), or use rates"
+        raise MeshparError(problem)
     depths, begun = dict[int, int](), 0
     for name, child in module.named_modules():
         begun += name in blocks
@@ -201,9 +200,8 @@ class Schedule:
         if self.name in ("constant", "step"):
             return 1.0 if self.name == "constant" else self.gamma ** (step // self.step_every)
         if self.steps is None:
-            raise RecipeError(
-                "a schedule without steps has no length of its own; set steps=, or use schedule.over(steps)"
-            )
+            problem = "a schedule without steps has no length of its own; set steps=, or use schedule.over(steps)"
+            raise RecipeError(problem)
         length = max(1, self.steps - self.warmup_steps)
         progress = min(1.0, step / length)
         if self.name == "cosine":

@@ -262,9 +262,8 @@ def chat_template(name: str | None, tokenizer: TextTokenizer | None) -> ChatTemp
         return TEMPLATES[name]
     if name is not None:
         if not expanded(Path(name)).is_file():
-            raise RecipeError(
-                f"data.template is {name!r}; expected {', '.join(TEMPLATES)} or a file with a template in Jinja"
-            )
+            problem = f"data.template is {name!r}; expected {', '.join(TEMPLATES)} or a file with a template in Jinja"
+            raise RecipeError(problem)
         try:
             return ChatTemplate(text=expanded(Path(name)).read_text(encoding="utf-8"), variables=variables)
         except UnicodeDecodeError as error:

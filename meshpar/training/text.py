@@ -116,9 +116,8 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
         with cast("IO[bytes]", opener(path, "rb")) as file:
             yield file
     except damage as error:
-        raise RecipeError(
-            f"{path} cannot be unpacked: {error}; it is damaged, or not packed as its name says"
-        ) from error
+        problem = f"{path} cannot be unpacked: {error}; it is damaged, or not packed as its name says"
+        raise RecipeError(problem) from error
 
 
 def records_of(
@@ -153,9 +152,8 @@ def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, Any]]:
                 reading.refuse(error)
                 continue
             if not begun and isinstance(record, list):
-                raise RecipeError(
-                    f"{path} is not JSON lines{as_lines(path) or '; it is a JSON array: write one object a line'}"
-                )
+                problem = f"{path} is not JSON lines{as_lines(path) or '; it is a JSON array: write one object a line'}"
+                raise RecipeError(problem)
             begun = True
             yield number, record
 
@@ -167,19 +165,16 @@ def _record(path: Path, number: int, line: bytes) -> Any:  # noqa: ANN401 - of J
         if _SURROGATE.search(line):
             json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise RecipeError(
-            f"{path}:{number} has half of a surrogate pair ({error.object[error.start]!a}); remove it"
-        ) from error
+        problem = f"{path}:{number} has half of a surrogate pair ({error.object[error.start]!a}); remove it"
+        raise RecipeError(problem) from error
     except RecursionError as error:
         raise RecipeError(f"{path}:{number} is nested too deeply; remove the line") from error
     except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{path}:{number} is not UTF-8 text (byte {error.start} of the line: {error.reason}); convert it"
-        ) from error
+        problem = f"{path}:{number} is not UTF-8 text (byte {error.start} of the line: {error.reason}); convert it"
+        raise RecipeError(problem) from error
     except ValueError as error:
-        raise RecipeError(
-            f"{path}:{number} is not JSON: {error}; write one object a line, or remove the line"
-        ) from error
+        problem = f"{path}:{number} is not JSON: {error}; write one object a line, or remove the line"
+        raise RecipeError(problem) from error
     return record
 
 
@@ -212,9 +207,8 @@ def _rows(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, str]]]:
                 problem = "another number of cells than the first line, which names the columns"
                 reading.refuse(RecipeError(f"{path}:{reader.line_num} has {problem}"))
         except UnicodeDecodeError as error:
-            raise RecipeError(
-                f"{path} is not UTF-8 text behind line {reader.line_num} ({error.reason}); convert it"
-            ) from error
+            problem = f"{path} is not UTF-8 text behind line {reader.line_num} ({error.reason}); convert it"
+            raise RecipeError(problem) from error
         except csv.Error as error:
             raise RecipeError(f"{path}:{reader.line_num + 1} is not CSV: {error}") from error
 
@@ -242,9 +236,8 @@ def _arrow_rows(path: Path, columns: Sequence[str] | None, reading: Reading) -> 
                         number += 1
                         yield number, record
     except (arrow.ArrowInvalid, OSError) as error:
-        raise RecipeError(
-            f"{path} cannot be read as {path.suffix[1:]}: {error}; it is damaged, or not what its name says"
-        ) from error
+        problem = f"{path} cannot be read as {path.suffix[1:]}: {error}; it is damaged, or not what its name says"
+        raise RecipeError(problem) from error
 
 
 def _arrow_batches(arrow: Any, source: Any, path: Path) -> Iterator[Any]:  # noqa: ANN401 - pyarrow has no types
@@ -372,9 +365,8 @@ def _expand(text: str, suffixes: Sequence[str]) -> list[Path]:
     path = expanded(Path(text))
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir()))
-        raise RecipeError(
-            f"{path} is a folder of datasets with several splits ({splits}); name one of them: {path}/train"
-        )
+        problem = f"{path} is a folder of datasets with several splits ({splits}); name one of them: {path}/train"
+        raise RecipeError(problem)
     if (state := path / "state.json").is_file():  # the files of a dataset; a folder also holds what datasets caches
         names = [str(file["filename"]) for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
         if outside := [name for name in names if Path(name).name != name]:
@@ -405,9 +397,8 @@ def _read(path: Path) -> Iterator[str]:
             text = io.TextIOWrapper(file, encoding="utf-8-sig")
             yield from iter(lambda: text.read(_AT_ONCE), "")
     except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{path} is not UTF-8 text ({error.reason}); convert it or remove it from the inputs"
-        ) from error
+        problem = f"{path} is not UTF-8 text ({error.reason}); convert it or remove it from the inputs"
+        raise RecipeError(problem) from error
 
 
 def cut(document: Iterator[str], size: int) -> Iterator[tuple[str, bool]]:

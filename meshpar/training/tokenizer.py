@@ -46,9 +46,8 @@ class TextTokenizer:
         """``plain``: ids are the bytes of the text; ``template``: is saved with it; None: the folder's."""
         eos_id = fast.token_to_id(eos)
         if eos_id is None:
-            raise RecipeError(
-                f"the tokenizer has no token {eos!r} to end a document with; set data.eos to one of its tokens"
-            )
+            problem = f"the tokenizer has no token {eos!r} to end a document with; set data.eos to one of its tokens"
+            raise RecipeError(problem)
         self.fast, self.eos = fast, eos
         self.eos_id: int = eos_id
         self.vocab_size: int = max(fast.get_vocab(with_added_tokens=True).values()) + 1
@@ -170,9 +169,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int, special: Sequence[str] 
     """Train a byte-level BPE like GPT-2's; the same documents in the same order give the same tokenizer."""
     library = need("tokenizers")
     if vocab_size < 257:
-        raise RecipeError(
-            f"a byte-level BPE needs a vocab_size of at least 257 (256 bytes and {END_OF_TEXT}), got {vocab_size}"
-        )
+        problem = f"a byte-level BPE needs a vocab_size of at least 257 (256 bytes and {END_OF_TEXT}), got {vocab_size}"
+        raise RecipeError(problem)
     fast = library.Tokenizer(library.models.BPE())
     fast.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = library.decoders.ByteLevel()
@@ -206,13 +204,11 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
         fast.no_padding()
         eos = eos or _read_token(folder, "eos_token")
     except Exception as error:  # tokenizers raises no other
-        raise RecipeError(
-            f"{folder / 'tokenizer.json'}, or tokenizer_config.json beside it, cannot be read: {brief(error)}"
-        ) from error
+        problem = f"{folder / 'tokenizer.json'}, or tokenizer_config.json beside it, cannot be read: {brief(error)}"
+        raise RecipeError(problem) from error
     if eos is None:
-        raise RecipeError(
-            f"tokenizer_config.json in {folder} has no eos_token; set data.eos to the token that ends a document"
-        )
+        problem = f"tokenizer_config.json in {folder} has no eos_token; set data.eos to the token that ends a document"
+        raise RecipeError(problem)
     return TextTokenizer(fast, eos=eos, folder=folder, template=template)
 
 

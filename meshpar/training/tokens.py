@@ -88,9 +88,8 @@ class TokenFile:
                 f"{fields['dtype']}"
             )
         if fields.get("marked") and (not marks.is_file() or marks.stat().st_size != size // width):
-            raise RecipeError(
-                f"{marks} is missing or has not {size // width} bytes, one for each id of {path}; copy it"
-            )
+            problem = f"{marks} is missing or has not {size // width} bytes, one for each id of {path}; copy it"
+            raise RecipeError(problem)
         more = {"documents": 0, "fingerprint": "", "marked": False} | fields
         names = ("dtype", "vocab_size", "eos_id", "documents", "fingerprint", "marked")
         notes = tuple(fields.get("notes", ()))
@@ -120,9 +119,8 @@ class TokenFile:
     def check_labels(self) -> None:
         """Raise RecipeError if no id of this file counts as a label."""
         if self.marked and self.tokens and not any((part & COUNTS).any() for part in self._scan()):
-            raise RecipeError(
-                f"no token of {self.path} counts as a label, so nothing would be learned from it; give more data"
-            )
+            problem = f"no token of {self.path} counts as a label, so nothing would be learned from it; give more data"
+            raise RecipeError(problem)
 
     def has_several_documents(self) -> bool:
         """Return whether the ids have several documents, whatever ``documents`` says: text may hold ``eos``."""
@@ -187,9 +185,8 @@ def prepare_tokenizer(
             raise RecipeError(f"tokenizer {name!r} is neither 'bytes', 'bpe' nor a folder with a tokenizer.json")
         return load_tokenizer(name, eos=eos, template=template)
     if not sources:
-        raise RecipeError(
-            "tokenizer 'bpe' is trained on text, and the input is tokens; give the tokenizer's folder instead"
-        )
+        problem = "tokenizer 'bpe' is trained on text, and the input is tokens; give the tokenizer's folder instead"
+        raise RecipeError(problem)
     key = _key("bpe", *(source.fingerprint() for source in sources), vocab_size, *special)
 
     def build(folder: Path) -> None:
