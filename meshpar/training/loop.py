@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
-from typing import Any, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from meshpar.training.metrics import Ended, Meter, Reporter, Reports
 from meshpar.training.objectives import Objective
 from meshpar.training.optimizer import LossScaler, Schedule
 from meshpar.training.settings import Every, Outcome, TrainSettings
-from meshpar.training.step import BatchLosses, Sums, TrainStep
+from meshpar.training.step import BatchLosses, TrainStep
 from meshpar.training.stop import StopAskedError, StopRequest
 from meshpar.training.validating import SideWork, Validations
 from meshpar.weights import average_called
@@ -85,19 +85,13 @@ class Course:
 
 @final
 class Alone:
-    """What the loop does with other replicas, in a job that can lose none."""
+    """A job without other replicas, in those terms of :class:`Replicas` that the loop uses."""
 
-    seeds: tuple[int, ...] = ()
-    leaves_steps = True
-    """Whether a stop request may end a step between two micro-batches."""
+    changes: ClassVar[list[Change]] = []
 
-    def begin(self) -> list[TensorBatch] | None:
+    def begin(self, asked: Callable[[], str | None]) -> list[TensorBatch] | None:
         """Return the next step's micro-batches; None: those of the loader."""
         return None
-
-    def reduce(self, tokens: int, sums: Sums) -> tuple[int, Sums, int | None] | None:
-        """Return this rank's tokens and sums, and the tokens of all ranks if known; None: the step does not count."""
-        return tokens, sums, None
 
     def writes(self, *, last: bool) -> bool:
         """Return whether this job writes checkpoints; ``last``: it trains no further."""
@@ -105,46 +99,6 @@ class Alone:
 
     def alive(self) -> None:
         """Report progress to the others."""
-
-    def changes(self) -> Sequence[Change]:
-        """Return the replicas that were lost and joined since the last call."""
-        return ()
-
-
-@final
-class AmongReplicas:
-    """What the loop does with other replicas, each a job of its own, see :class:`Alone`."""
-
-    leaves_steps = False
-
-    def __init__(self, replicas: Replicas, par: Parallelized, stop: StopRequest | None) -> None:
-        self._replicas, self._par, self._stop = replicas, par, stop
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return (self._replicas.slot,)
-
-    def begin(self) -> list[TensorBatch]:
-        return self._replicas.begin(lambda: self._stop and self._stop.reason)
-
-    def reduce(self, tokens: int, sums: Sums) -> tuple[int, Sums, int] | None:
-        summed = self._replicas.reduce(tokens, *sums.values())
-        if summed is None:
-            return None
-        # the sums are all ranks' already: one rank of the replica reports them
-        counted, reports = int(summed[0]), float(self._par.loss_rank == 0)
-        totals = (total.to(self._par.device, torch.float32) * reports for total in summed[1:])
-        return int(counted * reports), dict(zip(sums, totals, strict=True)), counted
-
-    def writes(self, *, last: bool) -> bool:
-        return self._replicas.writes(last=last)
-
-    def alive(self) -> None:
-        self._replicas.alive()
-
-    def changes(self) -> Sequence[Change]:
-        changes, self._replicas.changes = self._replicas.changes, []
-        return changes
 
 
 @final
@@ -225,8 +179,8 @@ class Trainer:
         )
 
     @property
-    def _peers(self) -> Alone | AmongReplicas:
-        return Alone() if self.replicas is None else AmongReplicas(self.replicas, self.par, self._stop)
+    def _peers(self) -> Alone | Replicas:
+        return Alone() if self.replicas is None else self.replicas
 
     @property
     def total_steps(self) -> int:
@@ -289,7 +243,7 @@ class Trainer:
                     if counted := self._make_step(batches):
                         self.step += 1
                         self._after_step(epoch_ended=self.data.position()["samples"] == 0)
-                    if counted or self._peers.leaves_steps:
+                    if counted or self.replicas is None:
                         stopped = self._stop_if_asked()
             except StopAskedError as asked:  # while this replica waited for others
                 stopped = str(asked)
@@ -304,6 +258,10 @@ class Trainer:
         """Return the means over the validation data, empty if the ranks agreed to stop before its end. Collective."""
         with self.reports.meter.paused():
             return self.validations.validate()
+
+    def _reason(self) -> str | None:
+        """Return why this rank was asked to stop."""
+        return self._stop and self._stop.reason
 
     def _wait_for_saves(self, *, copied: bool = False) -> None:
         if self.checkpointer is not None:
@@ -322,7 +280,7 @@ class Trainer:
 
     def _make_up(self) -> str | None:
         """Validate after a resume where a validation did not end, and return the reason of another stop."""
-        self._peers.begin()  # or none of the replicas would report
+        self._peers.begin(self._reason)  # or none of the replicas would report
         if self.validations.owes:
             self._amend(makes_up=True)
             self._pay(again=True)
@@ -330,7 +288,7 @@ class Trainer:
 
     def _make_step(self, batches: Iterator[list[TensorBatch]]) -> bool:
         """Train a step; return whether it counts: a stop request or the other replicas may have ended it."""
-        shared = self._peers.begin()  # may take over the others' position
+        shared = self._peers.begin(self._reason)  # may take over the others' position
         position, place = self.data.state_dict(), self.course.place_of(self.step, self.data)
         if self._train_step(next(batches) if shared is None else shared, place):
             return True
@@ -340,13 +298,20 @@ class Trainer:
 
     def _train_step(self, micro_batches: list[TensorBatch], place: float) -> bool:
         """Train on micro-batches, with the learning rate at a place of the schedule; return whether the step counts."""
-        peers, work = self._peers, self._work
-        self.par.manual_seed(mix(self.settings.seed, self.step, *peers.seeds))
-        gradients = work.backward(micro_batches, self.data.samples, self._stop if peers.leaves_steps else None)
-        summed = None if gradients is None else peers.reduce(*gradients)
-        if summed is None:
+        work, replicas, counted = self._work, self.replicas, None
+        self.par.manual_seed(mix(self.settings.seed, self.step, *([] if replicas is None else [replicas.slot])))
+        gradients = work.backward(micro_batches, self.data.samples, self._stop if replicas is None else None)
+        if gradients is None:
             return False
-        tokens, sums, counted = summed
+        tokens, sums = gradients
+        if replicas is not None:
+            summed = replicas.reduce(tokens, *sums.values())
+            if summed is None:
+                return False
+            # the sums are all ranks' already: one rank of the replica reports them
+            counted, reports = int(summed[0]), float(self.par.loss_rank == 0)
+            totals = (total.to(self.par.device, torch.float32) * reports for total in summed[1:])
+            tokens, sums = int(counted * reports), dict(zip(sums, totals, strict=True))
         self.course.rate = self.course.planned.apply(self.optimizer, place)
         if work.update(self.step):
             self.reports.meter.add(tokens, sums)
@@ -357,7 +322,8 @@ class Trainer:
     def _after_step(self, *, epoch_ended: bool) -> None:
         settings, last = self.settings, self.complete
         self._read()
-        for change in self._peers.changes():
+        while self._peers.changes:
+            change = self._peers.changes.pop(0)
             self.reports.note(str(change))
             replicas = {"replicas": len(change.replicas), "replicas/seconds": change.seconds}
             self.reports.publish({"step": self.step} | replicas)
