@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast, final
 from urllib.parse import urlsplit
@@ -241,16 +241,6 @@ def plain_name(name: str) -> str:
 
 
 @final
-@dataclass(slots=True)
-class PeerGroup:
-    """A group of this rank's peers in other replicas, and whether their states have been compared."""
-
-    peers: Peers
-    division: Division
-    compared: bool = False
-
-
-@final
 class Rendezvous:
     """This replica at the lighthouse, and its group with the others. Every method but :meth:`alive` is collective.
 
@@ -271,7 +261,8 @@ class Rendezvous:
             entered = self.ranks.tell(lambda: self._enter(lighthouse or lighthouse_address(), name or launched, until))
         self.name: str = entered
         self.quorum: Quorum | None = None
-        self._group: PeerGroup | None = None
+        self._group: tuple[Peers, Division] | None = None
+        self._compared = False  # the states of its members
         self._failures, self._tries = 0, 0
         self.longest_s, self.first, self.term = 0.0, False, 0
         self.waits_since = time.monotonic()
@@ -350,18 +341,18 @@ class Rendezvous:
         """The group with the peers of this rank."""
         if self._group is None:
             raise RuntimeError("there is no group")
-        return self._group.peers
+        return self._group[0]
 
     @property
     def compared(self) -> Division | None:
         """The group whose members have compared their states; None: there is none."""
-        return self._group.division if self._group is not None and self._group.compared else None
+        return self._group[1] if self._group is not None and self._compared else None
 
     def connect(self) -> None:
         """Make the group of this rank's peers among the members that are ready, unless it is the one that there is."""
         assert self.quorum is not None
         members, division = self.quorum.ready, self.quorum.group
-        if self._group is not None and self._group.division == division:
+        if self._group is not None and self._group[1] == division:
             return
         self.disconnect()
         (number, failures), names = division
@@ -370,20 +361,18 @@ class Rendezvous:
         limit_s = min(_CONNECT_S, self._patience_s)
         peers = connect(members[0], path, names.index(self.name), len(names), limit_s)
         bound(peers, self._patience_s)
-        self._group = PeerGroup(peers, division)
+        self._group = peers, division
 
     def compare(self, compare: Callable[[Peers], None]) -> bool:
         """Compare the states of the group's members, unless they have been; return whether all ranks could."""
-        assert self._group is not None
-        if not self._group.compared:
-            self._group.compared = self.ranks.did(lambda: compare(self.peers))
-        return self._group.compared
+        self._compared = self._compared or self.ranks.did(lambda: compare(self.peers))
+        return self._compared
 
     def disconnect(self) -> None:
         """Close the group."""
         if self._group is not None:
-            self._group.peers.shutdown()
-        self._group = None
+            self._group[0].shutdown()
+        self._group, self._compared = None, False
 
     def succeed(self) -> None:
         """Note that an exchange with the others succeeded."""

@@ -6,7 +6,7 @@ members: ``examples``, a kind of :data:`EXAMPLES` (default: packed text), and ``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol, final
 
@@ -178,10 +178,8 @@ class Distillation(_CountsLabels):
         inputs |= {"output_hidden_states": True} if self.hidden_weight else {}
         with torch.no_grad():
             taught = self.teacher(**inputs)
-        output, labels = model(**inputs), batch["labels"]
-        student, teacher = (
-            logits_of(self, module, got, "(B, L, V)") for module, got in ((model, output), (self.teacher, taught))
-        )
+        outputs, labels = ((model, model(**inputs)), (self.teacher, taught)), batch["labels"]
+        student, teacher = (logits_of(self, module, output, "(B, L, V)") for module, output in outputs)
         if student.shape != teacher.shape:
             raise MeshparError(
                 f"the teacher's logits have shape {tuple(teacher.shape)} and the student's {tuple(student.shape)}; "
@@ -194,7 +192,7 @@ class Distillation(_CountsLabels):
         }
         loss = (1 - self.weight) * parts["cross_entropy"] + self.weight * self.temperature**2 * parts["kl"]
         if self.hidden_weight:
-            parts["hidden"] = _difference(_hidden(model, output), _hidden(self.teacher, taught), counts)
+            parts["hidden"] = _hidden_difference(outputs, counts)
             loss = loss + self.hidden_weight * parts["hidden"]
         return loss, counts.sum(), parts
 
@@ -246,17 +244,14 @@ def _places(plan: Plan, spec: MeshSpec) -> list[tuple[int, ...]]:
     return [tuple(spec.coordinates(rank)[axis] for axis in axes) for rank in range(spec.size)]
 
 
-def _hidden(model: nn.Module, output: object) -> torch.Tensor:
-    states = getattr(output, "hidden_states", None)
-    if not states:
+def _hidden_difference(outputs: Sequence[tuple[nn.Module, object]], counts_BL: torch.Tensor) -> torch.Tensor:
+    """Return the squared difference of the last hidden states of student and teacher, summed over counted positions."""
+    states = [getattr(output, "hidden_states", None) for _, output in outputs]
+    if lacking := [type(model).__name__ for (model, _), state in zip(outputs, states, strict=True) if not state]:
         raise MeshparError(
-            f"hidden_weight requires a model that returns hidden_states; {type(model).__name__} does not: set "
-            "hidden_weight to 0"
+            f"hidden_weight requires a model that returns hidden_states; {lacking[0]} does not: set hidden_weight to 0"
         )
-    return states[-1]
-
-
-def _difference(student_BLD: torch.Tensor, teacher_BLD: torch.Tensor, counts_BL: torch.Tensor) -> torch.Tensor:
+    student_BLD, teacher_BLD = (state[-1] for state in states if state)
     if student_BLD.shape != teacher_BLD.shape or student_BLD.shape[:2] != counts_BL.shape:
         shapes = f"{tuple(student_BLD.shape)} and {tuple(teacher_BLD.shape)}"
         raise MeshparError(

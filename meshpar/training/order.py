@@ -146,11 +146,6 @@ class Fitted:
     def __len__(self) -> int:
         return int(self.ends.size)
 
-    @property
-    def used(self) -> int:
-        """Number of positions that are not empty."""
-        return int(self.counts.sum())
-
     def parts(self, index: int) -> list[tuple[int, int]]:
         """Return the start and the number of inputs of each part of a sample."""
         part = slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))

@@ -87,7 +87,7 @@ class PackedTokens:
     @property
     def padding(self) -> float:
         """The share of positions that stay empty."""
-        used = max(0, self.tokens.tokens - 1) if self._fitted is None else self._fitted.used
+        used = max(0, self.tokens.tokens - 1) if self._fitted is None else int(self._fitted.counts.sum())
         return 1 - used / (len(self) * self.length) if len(self) else 0.0
 
     def __len__(self) -> int:
