@@ -222,7 +222,12 @@ class Trainer:
         self.course.plan(self.data, self.course.batch)
         loaders = self.data, self.validations.data
         _check_ranks(self.par, *loaders, self.settings, self.course.planned, self.step)
-        _check_separates(self.par, self._work.losses.objective, loaders)
+        every: list[Any] = [loader.samples for loader in loaders if loader is not None]
+        samples = next((samples for samples in every if getattr(samples, "separates", False)), None)
+        if samples is not None:
+            teacher = getattr(self._work.losses.objective, "teacher", None)
+            for module in (self.par.module, *([teacher] if isinstance(teacher, nn.Module) else [])):
+                check_documents(self.par, module, samples.vocab_size, samples.length)
         self.par.module.train()
         if isinstance(self.optimizer, HasModes):
             self.optimizer.train()
@@ -414,16 +419,6 @@ def _check_parts(par: Parallelized, objective: Objective, optimizer: torch.optim
             f"{type(objective).__name__} trains on {kind}, and its loss is not a sum over positions, but the plan "
             "splits positions; use CausalLM(), or a mesh without that axis"
         )
-
-
-def _check_separates(par: Parallelized, objective: Objective, loaders: Sequence[Batches | None]) -> None:
-    """Check that the model, and a teacher beside it, keep the documents of a packed row apart. Collective."""
-    every: list[Any] = [loader.samples for loader in loaders if loader is not None]
-    samples = next((samples for samples in every if getattr(samples, "separates", False)), None)
-    if samples is not None:
-        teacher = getattr(objective, "teacher", None)
-        for module in (par.module, *([teacher] if isinstance(teacher, nn.Module) else [])):
-            check_documents(par, module, samples.vocab_size, samples.length)
 
 
 def _check_ranks(par: Parallelized, data: Batches, validation: Batches | None, *settings: object) -> None:

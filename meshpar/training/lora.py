@@ -94,7 +94,12 @@ def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
             f"lora.targets name {odd[0]}, a {type(adapted[odd[0]].base_layer).__name__}; adapters require linear layers"
         )
     if not any(parameter.is_meta for name, parameter in model.named_parameters() if not _is_adapter(name)):
-        _fill_adapters(model, adapted)
+        for name, layer in adapted.items():
+            devices = {inner: parameter.device for inner, parameter in layer.named_parameters()}
+            device = next(device for inner, device in devices.items() if not _is_adapter(f".{inner}"))
+            for part in ("lora_A", "lora_B"):
+                module, full = getattr(layer, part)[NAME], f"{name}.{part}.{NAME}.weight"
+                module.weight = nn.Parameter(draw_adapter(full, tuple(module.weight.shape), 0).to(device))
     return _adapt_layout(layout, model, adapted)
 
 
@@ -263,17 +268,6 @@ def _replace_packed(model: nn.Module, settings: LoRA) -> dict[str, Any]:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, PackedAdapter(built))
     return adapted_layers(model)
-
-
-def _fill_adapters(model: nn.Module, adapted: Mapping[str, Any]) -> None:
-    """Allocate and initialise the adapters of a model that already has weights."""
-    for name, layer in adapted.items():
-        names = {name_inside: parameter.device for name_inside, parameter in layer.named_parameters()}
-        device = next(device for name_inside, device in names.items() if not _is_adapter(f".{name_inside}"))
-        for part in ("lora_A", "lora_B"):
-            inner = getattr(layer, part)[NAME]
-            shape = tuple(inner.weight.shape)
-            inner.weight = nn.Parameter(draw_adapter(f"{name}.{part}.{NAME}.weight", shape, 0).to(device))
 
 
 def _adapt_layout(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, Any]) -> ModelLayout:

@@ -41,7 +41,7 @@ class StopRequest:
         # who asks, whether the time since the last call was long, whether work beside the training failed and goes on
         self._flags = torch.zeros(4, dtype=torch.int32)
         self._work: dist.Work | None = None
-        self._agreed, self._waits, self._entered = False, False, 0
+        self.heard, self._waits, self._entered = False, False, 0
         self._asked, self._called = 0.0, time.monotonic()
         # whether interrupt() may raise where the main thread is now; and whether it was called
         self.interrupts, self._late = False, False
@@ -69,18 +69,18 @@ class StopRequest:
         if self._group is None:
             return self.reason is not None
         self._finish()
-        if not self._agreed:
+        if not self.heard:
             now = time.monotonic()
             self._send(int(now - self._called > _LONG_S))
             if self._waits:
                 self._finish()
             self._called = time.monotonic()
-        return self._agreed
+        return self.heard
 
     def meet(self, failure: str, *, works: bool, within_s: float) -> tuple[list[str], bool]:
         """Wait for the other ranks; return all failures, and whether a rank still works. Collective; TimeoutError."""
         if self._group is None:
-            self._agreed = self.reason is not None
+            self.heard = self.reason is not None
             return [failure] if failure else [], works
         self._finish()
         self._send(0, int(bool(failure)), int(works))
@@ -97,11 +97,6 @@ class StopRequest:
         if failed:
             dist.all_gather_object(texts, failure, group=self._group)
         return [text for text in texts if text], bool(going_on)
-
-    @property
-    def heard(self) -> bool:
-        """True once the ranks have agreed to stop."""
-        return self._agreed
 
     def asked_for_s(self) -> float:
         """Return the seconds since this rank was asked to stop; 0 if it was not."""
@@ -135,7 +130,7 @@ class StopRequest:
         flag, long, *_ = self._flags.tolist()
         self._waits = bool(long)
         if flag:
-            self._agreed = True
+            self.heard = True
             self.request("another rank was asked to stop")
         if flag > _OTHERWISE:
             self.reason = signal.Signals(flag - 1).name  # also where this rank has got another one

@@ -82,7 +82,7 @@ class SideWork:
         silent_s: float,
         grace_s: float,
     ) -> None:
-        self._stop, self._module, self._in_step = stop, module, in_step
+        self.stop, self._module, self._in_step = stop, module, in_step
         self._moved, self._before_exit = moved, before_exit
         self._silent_s, self._grace_s = silent_s, grace_s
         self._called, self._inside, self._left, self._lost = 0.0, False, False, ""
@@ -103,11 +103,11 @@ class SideWork:
         try:
             try:
                 with _restored_process(), evaluating(self._module), within, self._met_before_calls():
-                    self._stop.interrupts = True
+                    self.stop.interrupts = True
                     try:
                         result = act()
                     finally:
-                        self._stop.interrupts = False
+                        self.stop.interrupts = False
             except KeyboardInterrupt:
                 raise
             except BaseException as caught:  # noqa: BLE001 - the ranks share it, and it is told by name
@@ -125,17 +125,12 @@ class SideWork:
             ) from (error or TimeoutError(self._lost))
         return None if self._left else result
 
-    @property
-    def stops(self) -> bool:
-        """True once the ranks have agreed to stop the run."""
-        return self._stop.heard
-
     def goes_on(self) -> bool:
         """Return whether no rank failed or was asked to stop. Collective: every rank calls it before each batch."""
         self._called = time.monotonic()
         self._moved()
         if not self._in_step:
-            self._left = self._left or self._stop.agreed()
+            self._left = self._left or self.stop.agreed()
         elif not self._left:
             self._meets("", works=True)
         return not self._left
@@ -144,12 +139,12 @@ class SideWork:
         """Meet the other ranks; return whether one of them still works."""
         within_s = min(_ALONE_S, self._silent_s) if failure and self._inside else self._silent_s
         try:
-            failures, going_on = self._stop.meet(failure, works=works, within_s=within_s)
+            failures, going_on = self.stop.meet(failure, works=works, within_s=within_s)
         except TimeoutError as error:
             self._lost, self._left = str(error), True
             return False
         self.failures += failures
-        self._left = bool(failures) or (self._stop.heard and going_on)
+        self._left = bool(failures) or (self.stop.heard and going_on)
         return going_on
 
     @contextmanager
@@ -179,19 +174,19 @@ class SideWork:
         while not over.wait(_LOOK_S):
             if time.monotonic() - self._called < self._silent_s:
                 self._moved()
-            asked_s = self._stop.asked_for_s()
+            asked_s = self.stop.asked_for_s()
             if asked_s > self._grace_s + _LAST_S:
                 with suppress(Exception):
                     self._before_exit()
                 sys.stderr.write(
-                    f"{name} did not end within {asked_s:.0f} s of {self._stop.reason}; the run ends without it, after "
+                    f"{name} did not end within {asked_s:.0f} s of {self.stop.reason}; the run ends without it, after "
                     "its newest checkpoint\n"
                 )
                 sys.stderr.flush()
-                os._exit(exit_code_of(self._stop.reason))
+                os._exit(exit_code_of(self.stop.reason))
             elif asked_s > late_s:
                 late_s = float("inf")
-                self._stop.interrupt()
+                self.stop.interrupt()
 
 
 @final
@@ -242,7 +237,7 @@ class Validations:
             result = work.run(name, partial(self._result, prefix), self._weights())
             if result is None:
                 self._par.reshard()
-                if work.stops or not work.failures:
+                if work.stop.heard or not work.failures:
                     break
             self.owes.remove(prefix)
             if result is None:
