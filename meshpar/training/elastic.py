@@ -80,10 +80,9 @@ class Replicas:
         optimizer: its optimizer.
         data: the batches of this replica, read without workers.
         state: state that a new replica also gets, with the position of ``data`` in it; None: the position alone.
-        same: an object that must be equal on all replicas, such as settings; its ``repr`` is compared when they meet.
+        same: an object whose ``repr`` must be equal on all replicas, such as settings.
         lighthouse: ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``, which ``meshpar run --elastic=replicas`` sets.
-        name: of this replica in messages; None: as the launcher says.
-        replicas: number of replicas to wait for at the start; None: as the launcher says.
+        name, replicas: of this replica, and how many to wait for at the start; None: as the launcher says.
         patience_s: seconds that replicas wait for one that does not answer; more than their step times differ.
         wait_s: seconds that a new replica waits for the others.
 
@@ -162,11 +161,8 @@ class Replicas:
         return self._sum
 
     def writes(self, *, last: bool = False) -> bool:
-        """Return whether this replica is the one that writes checkpoints and reports after this step.
-
-        Args:
-            last: this replica trains no further: if it was not heard for a while, it asks whether its state is still
-                the newest, so that the last checkpoint is not left out.
+        """Return whether this replica writes checkpoints and reports after this step; ``last``: it trains no further,
+        and asks whether its state is still the newest if it was not heard for a while.
         """
         if not self.leads:
             return False

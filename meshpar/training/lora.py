@@ -170,14 +170,13 @@ class PackedAdapter(nn.Module):
 
 @final
 class WithAdapters:
-    """Combine published weights with new adapters, as one weight source. A is random and B is zero, as in peft.
+    """Combine published weights with new adapters, as one weight source. A is random, by ``seed``, and B is zero.
 
     >>> par.materialize(weights=WithAdapters(Safetensors(folder), par.module, seed=0))  # doctest: +SKIP
 
     Args:
         source: the published weights.
         module: the model with adapters.
-        seed: seed of A.
     """
 
     def __init__(self, source: WeightSource, module: nn.Module, *, seed: int = 0) -> None:

@@ -58,10 +58,9 @@ class CausalLM(_CountsLabels):
 
     Attributes:
         chunk: positions whose logits are held at once (:func:`meshpar.chunked_token_loss`); 0: all, in one piece; None:
-            by :func:`meshpar.losses.chunked.chunk_for`, which takes chunks where the logits are large and the layout
-            names the head.
+            chunks where the logits are large and the layout names the head.
         z_loss: weight of :func:`meshpar.token_loss`'s ``z_loss``, added while the model trains; the cross entropy
-            alone is then reported as ``cross_entropy``. Validation has no such term.
+            alone is then reported as ``cross_entropy``.
     """
 
     chunk: int | None = None

@@ -237,11 +237,9 @@ def scaled_rate(lr: float, mode: Scaling, data_size: int) -> float:
 
 @final
 class LossScaler:
-    """Scale the loss so that small gradients do not underflow in float16, and skip steps that overflow (Micikevicius et
-    al., 2018).
+    """Scale the loss so that float16 gradients do not underflow, and skip steps that overflow (Micikevicius et al.).
 
-    ``torch.amp.GradScaler`` detects overflow in each rank's own shards. Here the gradient norm, which is equal on every
-    rank of every axis, decides, so that all ranks skip together.
+    ``torch.amp.GradScaler`` detects overflow in each rank's shards. Here the gradient norm decides for all ranks.
 
     >>> from meshpar.training import LossScaler
     >>> scaler = LossScaler(scale=1024.0)

@@ -40,17 +40,15 @@ class TokenFile:
     """Describe a file of token ids: the documents one after another, each followed by ``eos_id``.
 
     Attributes:
-        path: the ``.bin`` file: little-endian ``dtype``, no header. The other fields are those of the ``.json`` next to
-            it.
+        path: the ``.bin`` file: little-endian ``dtype``, no header. The other fields are in the ``.json`` next to it.
         dtype: ``uint16`` or ``uint32``.
-        tokens: number of ids.
-        documents: number of documents.
+        tokens, documents: number of ids, and of documents.
         vocab_size: ids are in ``range(vocab_size)``.
         eos_id: id that ends a document.
-        fingerprint: SHA-256 of the ids; empty if the file's ``.json`` has none.
+        fingerprint: SHA-256 of the ids; empty if the ``.json`` has none.
         marked: there is a ``.marks`` file with a byte for each id: ``BEGINS`` a document, ``COUNTS`` as a label.
             Without it each ``eos_id`` ends a document, and every id counts.
-        notes: what a person must know of the data, such as fields that nothing reads and rows that were skipped.
+        notes: what a person must know of the data, such as skipped rows.
     """
 
     path: Path

@@ -52,9 +52,8 @@ class TrackedRun:
     """The facts of a run that a tracker gets.
 
     Attributes:
-        name: of the run.
+        name, folder: of the run.
         id: the same at each start of the run.
-        folder: the run's folder.
         step: the last step that counts; later ones that the tracker has, of a start that failed, are void.
         facts: ``recipe``, ``plan``, ``environment`` and ``commit``, as far as they are known; plain data.
     """
