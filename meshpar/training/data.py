@@ -209,7 +209,8 @@ class Batches:
             grow=grow or {},
         )
         self._loader = _loader(samples, self._sampler, loader or LoaderSettings())
-        self.restart()
+        self._epoch, self._consumed = 0, 0
+        self._returned, self._counts = tuple[int, ...](), self._sampler.counts
 
     @property
     def global_batch(self) -> int:
@@ -320,8 +321,7 @@ class Batches:
 
     def restart(self) -> None:
         """Set the position to the beginning of the first epoch."""
-        self._epoch, self._consumed, self._returned = 0, 0, tuple[int, ...]()
-        self._counts: tuple[int, ...] = (0,) * (0 if self._sampler.mix is None else len(self._sampler.mix.sizes))
+        self._epoch, self._consumed, self._returned, self._counts = 0, 0, (), (0,) * len(self._counts)
 
     def position(self) -> dict[str, Any]:
         """Return the position of the next step, the same on every rank; of a mix with each source's samples."""

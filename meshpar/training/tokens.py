@@ -266,7 +266,7 @@ def _write_pieces(path: Path, pieces: Iterable[Piece], *, vocab_size: int, eos_i
             count += ends if counted is not None else numpy.count_nonzero(ids == eos_id)
     if not marked and tokens and last != eos_id:
         count += 1
-    sizes = {"tokens": tokens, "documents": int(count), "vocab_size": vocab_size}
+    sizes: dict[str, Any] = {"tokens": tokens, "documents": int(count), "vocab_size": vocab_size}
     written = TokenFile(path=path, dtype=dtype, eos_id=eos_id, fingerprint=digest.hexdigest(), marked=marked, **sizes)
     written.save()
     return written
