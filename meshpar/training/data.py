@@ -131,8 +131,12 @@ class OrderedBatches:
         """Return this rank's indices of the step that begins with the ``first`` of the samples that are left."""
         whole = self.micro_batch * accumulate * self.data_size
         here, places = self._mine(accumulate), need("numpy").array(self.places(first, whole), dtype="int64")
-        places = places[here[here < len(places)]]
-        return (places if self.seed is None else permute(places, self.samples, key_of(self.seed, self.epoch))).tolist()
+        return self.at(places[here[here < len(places)]])
+
+    def at(self, places: Sequence[int]) -> list[int]:
+        """Return the indices of the samples at these places in the order of the epoch."""
+        order = need("numpy").array(places, dtype="int64")
+        return (order if self.seed is None else permute(order, self.samples, key_of(self.seed, self.epoch))).tolist()
 
     def _mine(self, accumulate: int) -> Any:  # noqa: ANN401 - numpy is optional
         """Return the places of this rank's samples in a step, (accumulate x micro_batch,) int64."""
