@@ -57,6 +57,10 @@ class TextTokenizer:
         """Return the ids of ``text``, without special tokens."""
         return self.fast.encode(text, add_special_tokens=False).ids
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of every text, on all cores."""
+        return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
     def encode_ahead(self, batches: Iterable[Sequence[str]]) -> Iterator[list[np.ndarray]]:
         """Yield the ids of the texts of each batch, uint32; the next batch is tokenized meanwhile, on all cores."""
         numpy = need("numpy")
@@ -113,9 +117,9 @@ class TextTokenizer:
 
     def encode_inputs(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         """Return the ids of whole texts with the special tokens; without any, ``eos`` before or after it."""
-        adds = bool(self.fast.num_special_tokens_to_add(False))
-        rows = [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=adds)]
-        return rows if adds else [[self.eos_id, *ids] if begin else [*ids, self.eos_id] for ids in rows]
+        if self.fast.num_special_tokens_to_add(False):
+            return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=True)]
+        return [[self.eos_id, *ids] if begin else [*ids, self.eos_id] for ids in self.encode_batch(texts)]
 
     @property
     def pad_id(self) -> int:
