@@ -222,8 +222,8 @@ def warm() -> None:
     import torch
 
     import meshpar.launchers.cli
-    import meshpar.launchers.export.publishing
-    import meshpar.launchers.jobs.preflight
+    import meshpar.launchers.commands.publishing
+    import meshpar.launchers.commands.train
     import meshpar.launchers.targets.kubernetes
     import meshpar.launchers.targets.launching
     import meshpar.launchers.targets.skypilot

@@ -8,7 +8,7 @@ from meshpar.process.imports import lazily
 
 if TYPE_CHECKING:
     from meshpar.launchers.commands.train import train_recipe
-    from meshpar.launchers.export.run import export_adapters, export_run
+    from meshpar.launchers.export import export_adapters, export_run
     from meshpar.launchers.recipes.loading import load_recipe
     from meshpar.launchers.recipes.recipe import Recipe
     from meshpar.launchers.targets.job import Job, Launched, Target
@@ -17,7 +17,7 @@ __all__ = ["Job", "Launched", "Recipe", "Target", "export_adapters", "export_run
 
 _HOMES = {
     "commands.train": ("train_recipe",),
-    "export.run": ("export_adapters", "export_run"),
+    "export": ("export_adapters", "export_run"),
     "recipes.loading": ("load_recipe",),
     "recipes.recipe": ("Recipe",),
     "targets.job": ("Job", "Launched", "Target"),

@@ -13,37 +13,36 @@ import typer
 from typer import Argument, Option
 
 from meshpar.launchers.commands import Debug, Overrides, RecipeOrShape, Trust
-from meshpar.launchers.commands import checkpoints as checkpoint_commands
 from meshpar.launchers.commands import launch as launch_commands
-from meshpar.launchers.commands.plan import plan
 from meshpar.process.imports import quick_imports
 
 P = ParamSpec("P")
 
 app = typer.Typer(name="meshpar", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
+checkpoints = typer.Typer(no_args_is_help=True, help="List, verify, compare and prune checkpoints.")
+
 RecipeArgument = Annotated[str, Argument(help="A YAML file, or the name of a recipe that comes with meshpar.")]
 WorldSize = Annotated[int | None, Option(help="Number of ranks; default: the size of the mesh.", min=1)]
 Elastic = Annotated[str | None, Option(help="replicas: as `meshpar run --elastic replicas` starts it.")]
-
-
-def _print(wanted: bool, text: Callable[[], str]) -> None:
-    if wanted:
-        print(text(), end="")
-        raise typer.Exit
+Root = Annotated[Path, Argument(help="A run's folder, or the folder of its checkpoints.")]
+Step = Annotated[Path, Argument(help="A step's folder, .../latest, or a run's folder (its newest step).")]
 
 
 def _version(wanted: bool) -> None:
-    import meshpar
+    if wanted:
+        import meshpar
 
-    _print(wanted, lambda: f"meshpar {meshpar.__version__}\n")
+        print(f"meshpar {meshpar.__version__}")
+        raise typer.Exit
 
 
 def _keys(wanted: bool) -> None:
     if wanted:
         from meshpar.launchers.commands.inspecting import keys_text
 
-        _print(wanted, keys_text)
+        print(keys_text(), end="")
+        raise typer.Exit
 
 
 @app.callback()
@@ -99,7 +98,7 @@ def train(
     """
     with quick_imports():
         from meshpar.launchers.commands.train import train_recipe
-        from meshpar.launchers.export.run import bytes_of
+        from meshpar.launchers.export import bytes_of
 
     limit = None if memory is None else bytes_of(memory)
     return train_recipe(
@@ -139,18 +138,13 @@ def export(
 
     Writes safetensors with their index, config and tokenizer, without loading the whole model.
     """
-    from meshpar.launchers.export.publishing import ExportRequest
-    from meshpar.launchers.export.publishing import export as run
+    from meshpar.launchers.commands.publishing import export as run
 
     options = {
         "dtype": dtype, "max_shard_size": max_shard_size, "verify": verify, "config": config, "layout": layout,
         "quantize": quantize, "high": keep_high or (), "adapters": adapters, "weights": weights, "overwrite": overwrite,
     }  # fmt: skip
-    asked = ExportRequest(
-        src=src, dst=dst, options=options, best=best, text=measure, repository=push, dry_run=dry_run, watched=watch,
-        every=every,
-    )  # fmt: skip
-    run(asked)
+    run(src, dst, options, best=best, text=measure, repository=push, dry_run=dry_run, watched=watch, every=every)
 
 
 @app.command()
@@ -205,9 +199,9 @@ def convert(
 ) -> None:
     """Write a recipe as it is resolved: with overrides, defaults and the passes that its mesh requires."""
     with quick_imports():
-        from meshpar.launchers.commands.inspecting import convert_recipe
+        from meshpar.launchers.recipes.loading import load_recipe
 
-    text = convert_recipe(recipe, overrides or [])
+    text = load_recipe(recipe, overrides or []).to_yaml()
     if out is None:
         print(text, end="")
     else:
@@ -274,6 +268,120 @@ def plugins(debug: Debug = False) -> None:
     print(list_plugins())
 
 
-app.command()(_reported(plan))
-checkpoint_commands.register(app, _reported)
+@app.command()
+@_reported
+def plan(
+    recipe: RecipeOrShape,
+    overrides: Overrides = None,
+    nodes: Annotated[int | None, Option(help="Default: as many as the mesh's ranks fill, or 1.", min=1)] = None,
+    gpus_per_node: Annotated[int | None, Option(help="Accelerators per node; default: the profile's.", min=1)] = None,
+    hardware: Annotated[str, Option(help="h100, h200, a100, b200, or the YAML file of a profile.")] = "h100",
+    elastic: Elastic = None,
+    search: Annotated[bool, Option("--search", help="Rank every legal mesh and setting instead.")] = False,
+    full: Annotated[bool, Option("--full", help="Replay every block instead of extrapolating from a few.")] = False,
+    html: Annotated[Path | None, Option(help="Write the report as one HTML file.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write the forecast as JSON.")] = None,
+    trust: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Forecast memory, collectives and step time of a recipe, without any accelerator."""
+    with quick_imports():
+        from meshpar.launchers.commands.inspecting import forecast_recipe
+
+    forecast_recipe(
+        recipe, overrides or [], hardware, nodes=nodes, gpus_per_node=gpus_per_node, elastic=elastic, search=search,
+        full=full, html=html, json_file=json_file, trust=trust,
+    )  # fmt: skip
+
+
+@app.command("import")
+@_reported
+def import_model(
+    src: Annotated[Path, Argument(help="Folder with config.json and safetensors, or checkpoint-N of Trainer's FSDP.")],
+    dst: Annotated[Path, Argument(help="The folder of checkpoints in which to write the step.")],
+    model: Annotated[
+        str, Option(help="Whose model will restore it: ours (Transformer, GPT2) or transformers.")
+    ] = "ours",
+    dtype: Annotated[str | None, Option(help="Dtype of the weights: bfloat16, ...; default: unchanged.")] = None,
+    step: Annotated[int, Option(help="The step's number.", min=0)] = 0,
+    config: Annotated[Path | None, Option(help="The folder with the model's config.json, if SRC has none.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Convert a published model to a checkpoint that any mesh restores."""
+    from meshpar.launchers.commands.publishing import import_published
+
+    print(f"imported to {import_published(src, dst, model=model, dtype=dtype, step=step, config=config)}")
+
+
+@checkpoints.command()
+@_reported
+def ls(root: Root, debug: Debug = False) -> None:
+    """List the committed steps and unfinished folders."""
+    from meshpar.checkpoints import list_steps
+
+    print(list_steps(root))
+
+
+@checkpoints.command()
+@_reported
+def show(step: Step, debug: Debug = False) -> None:
+    """Print the origin of a step and a table of its tensors."""
+    from meshpar.checkpoints import show_step
+
+    print(show_step(step))
+
+
+@checkpoints.command()
+@_reported
+def verify(step: Step, debug: Debug = False) -> None:
+    """Verify every byte of a step against the saved checksums."""
+    from meshpar.checkpoints import verify_step
+
+    print(verify_step(step))
+
+
+@checkpoints.command()
+@_reported
+def diff(one: Step, other: Step, debug: Debug = False) -> None:
+    """Print the differences between two steps."""
+    from meshpar.checkpoints import diff_steps
+
+    print(diff_steps(one, other))
+
+
+@checkpoints.command()
+@_reported
+def prune(
+    root: Root,
+    keep: Annotated[int, Option(help="Number of newest steps to keep. Pinned steps are always kept.", min=1)],
+    best: Annotated[str | None, Option(help="Metric whose lowest step is also kept; +name: highest.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Delete old steps and the leftovers of dead processes."""
+    from meshpar.checkpoints import prune_steps
+
+    print(prune_steps(root, keep, best=best))
+
+
+@checkpoints.command()
+@_reported
+def pin(
+    step: Step, unpin: Annotated[bool, Option("--unpin", help="Remove the step's pin.")] = False, debug: Debug = False
+) -> None:
+    """Protect a step from being deleted by retention or prune."""
+    from meshpar.checkpoints import pin_step
+
+    print(pin_step(step, pinned=not unpin))
+
+
+@checkpoints.command()
+@_reported
+def rm(step: Step, debug: Debug = False) -> None:
+    """Delete one step, unless it is pinned."""
+    from meshpar.checkpoints import remove_step
+
+    print(remove_step(step))
+
+
+app.add_typer(checkpoints, name="checkpoints")
 launch_commands.register(app, _reported)

@@ -1,19 +1,29 @@
-"""``meshpar describe``, ``check``, ``convert`` and ``plugins``: inspect without running."""
+"""``meshpar describe``, ``check``, ``convert``, ``plan`` and ``plugins``: inspect without running."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from meshpar.core import registry
-from meshpar.core.errors import PlanError
-from meshpar.core.mesh import MeshSpec
+from meshpar.core.errors import MeshparError, PlanError
+from meshpar.core.mesh import MeshSpec, is_auto
+from meshpar.core.passes import Stage
+from meshpar.forecasting import Forecast, Hardware
+from meshpar.forecasting.html import page
+from meshpar.forecasting.ranking import Ranking, ranking_text
+from meshpar.forecasting.report import as_data
+from meshpar.forecasting.search import search as search_plans
+from meshpar.launchers.agent import console
 from meshpar.launchers.agent.replicas import check_elastic, divide_replicas
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.checks import check_job, data_notes, untried
@@ -25,6 +35,7 @@ from meshpar.launchers.recipes.sections import Own
 from meshpar.launchers.recipes.yamlfile import Document, apply_overrides, dotted
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import PRESETS, TransformerConfig
+from meshpar.plan import Plan
 from meshpar.training.lora import LoRA
 from meshpar.training.optimizer import AdamWSettings, Schedule
 from meshpar.training.settings import TrainSettings
@@ -85,9 +96,76 @@ def check_recipe(
     return f"{source} fits {prefix}{ranks} rank{'s' if ranks > 1 else ''}: {build.plan_of(recipe)}{notes}"
 
 
-def convert_recipe(source: str, overrides: Sequence[str] = ()) -> str:
-    """Return a recipe as resolved: with overrides, defaults and the passes that its mesh requires."""
-    return load_recipe(source, overrides).to_yaml()
+def forecast_recipe(
+    source: str, overrides: Sequence[str], hardware: str, *, nodes: int | None, gpus_per_node: int | None,
+    elastic: str | None, search: bool, full: bool, html: Path | None, json_file: Path | None, trust: bool,
+) -> None:  # fmt: skip
+    """Print the forecast of a recipe or a shape, or the ranking of a search, and write it to files."""
+    profile = Hardware.load(hardware)
+    if gpus_per_node is not None:
+        profile = dataclasses.replace(profile, node=gpus_per_node)
+    ranks = None if nodes is None and gpus_per_node is None else (nodes or 1) * profile.node
+    recipe = recipe_or_shape(source, overrides, trust=trust)
+    ranks = ranks or ranks_of(recipe.mesh, profile, search=search)
+    ranking = _search_plans(recipe, profile, ranks, elastic) if search else None
+    if ranking is not None:
+        forecasts = ranking.best
+        print(ranking_text(ranking), forecasts[0], sep="\n")
+    else:
+        recipe, ranks, replicas = one_replica(recipe, ranks, elastic, max(1, ranks // profile.node))
+        plan, depth = build.plan_of(recipe), "all" if full else "probes"
+        forecast = partial(build.forecast_job, recipe, profile, ranks, depth=depth, replicas=replicas)
+        forecasts = [forecast(plan=plan)]
+        plain = Plan(plan.mesh, [pass_ for pass_ in plan.passes if pass_.stage != Stage.RECOMPUTE])
+        without = forecast(plan=plain) if len(plain.passes) < len(plan.passes) else None
+        print(forecasts[0])
+        if without is not None:
+            print(_recomputation(forecasts[0], without))
+    if html is not None:
+        html.write_text(page(forecasts, ranking), encoding="utf-8")
+        print(f"report: {html}")
+    if json_file is not None:
+        json_file.write_text(json.dumps([as_data(forecast) for forecast in forecasts], indent=1), encoding="utf-8")
+        print(f"data: {json_file}")
+
+
+def _search_plans(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | None) -> Ranking:
+    """Return the ranking of plans for a recipe; raises MeshparError where none fits, or the search is not for it."""
+    if elastic is not None:
+        check_elastic(elastic)
+    plan = build.plan_of(recipe)
+    if recipe.training.objective != "causal_lm" or recipe.lora is not None or isinstance(recipe.optimizer, Own):
+        raise MeshparError(
+            "--search trains a whole model on packed text with AdamW; forecast this recipe's plans one by one, "
+            "without --search"
+        )
+    model = build.build_shape(recipe)
+    with console.show_parts("steps simulated") as advance:
+        batch, layout, replicas = build.batch_of(recipe), registry.layout_for(model), elastic is not None
+        ranking = search_plans(model, layout, batch, profile, ranks, plan=plan, progress=advance, elastic=replicas)
+    if not ranking.best:
+        nearest = min(ranking.out, key=lambda candidate: candidate.peak or float("inf"))
+        raise MeshparError(
+            f"no setting fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes"
+        )
+    return ranking
+
+
+def ranks_of(mesh: str, profile: Hardware, *, search: bool) -> int:
+    """Return the ranks of a mesh that says how many there are; otherwise, and in a search, a node's."""
+    spec = None if search or not mesh or is_auto(mesh) else MeshSpec(mesh)
+    return profile.node if spec is None or -1 in spec.axes.values() else spec.size
+
+
+def _recomputation(forecast: Forecast, without: Forecast) -> str:
+    """Return a line on the memory that recomputation saves and the time that it costs."""
+    saved, more = without.memory.peak - forecast.memory.peak, forecast.cost.seconds - without.cost.seconds
+    verdict = "may not fit" if without.verdict == "may fit" else without.verdict
+    fits = "" if without.fits else f", and without it the step {verdict}"
+    return (
+        f"recomputation saves {saved / 2**30:.2f} GiB of a peak of {without.memory.peak / 2**30:.2f} "
+        f"and costs {more * 1e3:,.1f} ms a step, {more / without.cost.seconds:.0%}{fits}"
+    )
 
 
 def list_plugins() -> str:

@@ -16,7 +16,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import LaunchError, RecipeError
 from meshpar.launchers.commands.generating import Completer, Sampling, need_transformers
 from meshpar.launchers.commands.train import launch
-from meshpar.launchers.export.run import export_run
+from meshpar.launchers.export import export_run
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.job import METRICS, TENSORBOARD
 from meshpar.launchers.recipes.loading import load_recipe

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshpar.core import runtime
-from meshpar.core.errors import LaunchError, PlanError, RecipeError
+from meshpar.core.errors import FullMemoryError, LaunchError, PlanError, RecipeError
 from meshpar.core.mesh import MeshSpec, is_auto
 from meshpar.launchers.agent import local
 from meshpar.launchers.agent.local import Given, launch_local, launch_recipe, node_range, place_ranks
@@ -25,12 +27,19 @@ from meshpar.launchers.agent.terms import adopt_srun
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.checks import check_job, machine_problems
 from meshpar.launchers.jobs.job import run_job
-from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.launchers.jobs.worker import end_with_parent
-from meshpar.launchers.recipes.loading import load_recipe
+from meshpar.launchers.recipes.loading import load_recipe, resolve
 from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.yamlfile import apply_overrides, parse_document
 from meshpar.process.signals import exit_code_of
 from meshpar.training.lighthouse import lighthouse_address, this_replica
+
+_TRIAL = """
+data.accumulate=1 data.validation_fraction=0 data.validation_paths=[]
+training.steps=3 training.epochs=null training.log_every=1 training.validate_every=null training.tensorboard=false
+training.forecast=false schedule.steps=3 schedule.warmup_steps=0 trackers={} evaluations={}
+checkpoint.resume=auto checkpoint.every=null checkpoint.best=null
+"""
 
 
 def train_recipe(
@@ -182,3 +191,54 @@ def _ranks_here(recipe: Recipe, nodes: int) -> int:
             "--nodes"
         )
     return world // nodes
+
+
+def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | None) -> Recipe:
+    """Return the recipe with the largest micro-batch in ``memory`` bytes per rank and the same samples per step."""
+    if memory is None and runtime.on_host(build.device_type(recipe)):
+        raise RecipeError(
+            "--find-batch-size on a CPU needs --memory 4GiB, or another limit per rank: there is no device memory to "
+            "fill"
+        )
+    whole = recipe.data.micro_batch * recipe.data.accumulate
+    sizes, best = [size for size in range(1, whole + 1) if whole % size == 0], 0
+    low, high = 0, len(sizes) - 1
+    while low <= high:
+        middle = (low + high + 1) // 2
+        peak = try_batch(recipe, run, sizes[middle])
+        fits = peak is not None and (memory is None or peak <= memory)
+        used = "runs out of memory" if peak is None else f"{peak / 2**30:.2f} GiB a rank{'' if fits else ', too much'}"
+        print(f"micro-batch {sizes[middle]}: {used}", file=sys.stderr, flush=True)
+        if fits:
+            best, low = sizes[middle], middle + 1
+        else:
+            high = middle - 1
+    if not best:
+        raise RecipeError(
+            "not even a micro-batch of 1 fits; shard more (mesh), recompute (ActivationCheckpoint) or shorten the "
+            "sequence"
+        )
+    fields = [f"data.micro_batch={best}", f"data.accumulate={whole // best}"]
+    print(f"found: {' '.join(fields)}, {whole} samples per data rank and step, as before", file=sys.stderr)
+    return _override(recipe, fields)
+
+
+def try_batch(recipe: Recipe, run: Callable[[Recipe], int], size: int) -> int | None:
+    """Train a few steps with a micro-batch of ``size``; return a rank's peak in bytes, None if it exceeds memory."""
+    with tempfile.TemporaryDirectory(prefix="meshpar-batch-") as folder:
+        fields = [f"output={folder}", f"data.micro_batch={size}", *_TRIAL.split()]
+        try:
+            stopped = run(_override(recipe, fields))
+        except FullMemoryError:
+            return None
+        if stopped:
+            raise SystemExit(stopped)
+        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    peaks = [record["memory_gib"] for record in map(json.loads, lines) if record.get("memory_gib")]
+    return int(max(peaks) * 2**30)
+
+
+def _override(recipe: Recipe, fields: list[str]) -> Recipe:
+    document = parse_document(recipe.to_yaml(), recipe.name)
+    apply_overrides(document, fields)
+    return resolve(document, trust=True)

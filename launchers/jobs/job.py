@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from meshpar.checkpoints import CheckpointManager, open_step, read_manifest
 from meshpar.checkpoints.export.published import published_model
@@ -23,12 +24,12 @@ from meshpar.checkpoints.steps.steps import CHECKPOINTS, checkpoints_in
 from meshpar.checkpoints.storage.place import Place, place
 from meshpar.checkpoints.storage.transfer import carried, fetched
 from meshpar.core import runtime
-from meshpar.core.errors import CheckpointError, MeshparError, RecipeError, StoreError
+from meshpar.core.errors import CheckpointError, MeshparError, PreflightError, RecipeError, StoreError
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watch_progress
-from meshpar.launchers.agent.terms import task
+from meshpar.launchers.agent.terms import MEETING_S, task
+from meshpar.launchers.doctor.examine import Folder, Report, compare_products, examine_all, findings_text, meet, mesh_of
 from meshpar.launchers.jobs import build, datasets, reports
 from meshpar.launchers.jobs.models import with_weights
-from meshpar.launchers.jobs.preflight import open_job, patience_s
 from meshpar.launchers.jobs.profile import LEAST as PROFILED
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.optim.elementwise import HasModes
@@ -62,7 +63,9 @@ def run_job(recipe: Recipe) -> Outcome:
     written, recipe = recipe, datasets.with_local_data(recipe)
     data = datasets.prepare_data(recipe)
     with open_job(recipe, data, kind):
-        par = _parallelize(recipe, data, kind)
+        model = build.build_model(recipe, data.vocab_size, data.facts)
+        par = build.plan_of(recipe).apply(model, build.layout_of(recipe, model), device_type=kind)
+        par = with_weights(par, recipe.model, recipe.seed, adapters=recipe.lora is not None)
         saved: Saved = par if recipe.lora is None else Adapters(par)
         saving = recipe.checkpoint
         manager = CheckpointManager(
@@ -75,13 +78,15 @@ def run_job(recipe: Recipe) -> Outcome:
         )
         trainer, origin = _trainer(recipe, data, kind, par, manager, saved)
         with contextlib.ExitStack() as stop, manager, contextlib.ExitStack() as stack:
-            replicas = trainer.replicas = _enter_replicas(recipe, trainer, stack)
-            if replicas is None:
-                manager.own()  # of replicas, their launcher
-            if replicas is not None and replicas.join():
-                come_from = "the other replicas"
+            replicas = None
+            if this_replica()[1]:
+                same, wait_s = (recipe.optimizer, recipe.training), recipe.patience
+                replicas = Replicas(par, trainer.optimizer, trainer.data, state=trainer, same=same, patience_s=wait_s)
+                trainer.replicas = stack.enter_context(replicas)
             else:
-                come_from = _resume(recipe, manager, saved, trainer, origin)
+                manager.own()  # of replicas, their launcher
+            joined = replicas is not None and replicas.join()
+            come_from = "the other replicas" if joined else _resume(recipe, manager, saved, trainer, origin)
             if replicas is not None:
                 replicas.step = trainer.step
             steps = trainer.total_steps - trainer.step
@@ -103,41 +108,65 @@ def run_job(recipe: Recipe) -> Outcome:
                 reports.print_summary(recipe, par, trainer, come_from)
                 if recipe.profile and steps < PROFILED:
                     trainer.reports.reporters[0].note(f"no profile: it requires {PROFILED} steps, and {steps} are left")
-            with watch_progress(
-                recipe.watchdog, lambda: _position(trainer), lambda: (trainer.validations.moves, manager.writes)
-            ):
+            layers = par.run.find(Layers)
+
+            def progress() -> str:
+                doing = "" if layers is None else layers.doing()
+                return f"{trainer.step} ({doing})" if doing else str(trainer.step)
+
+            with watch_progress(recipe.watchdog, progress, lambda: (trainer.validations.moves, manager.writes)):
                 # to the end of the checkpoints that are written in the background
                 return trainer.run(stop.enter_context(StopRequest()))
 
 
-def _position(trainer: Trainer) -> str:
-    """Return the step, and what this rank's stage does in it if layers are divided."""
-    layers = trainer.par.run.find(Layers)
-    doing = "" if layers is None else layers.doing()
-    return f"{trainer.step} ({doing})" if doing else str(trainer.step)
+@contextlib.contextmanager
+def open_job(recipe: Recipe, data: datasets.Data, kind: str) -> Iterator[torch.device]:
+    """Open the process group, after the doctor: ``warn`` prints its findings, ``fail`` raises PreflightError."""
+    timeout_s = patience_s(recipe)
+    if recipe.preflight == "off" or not runtime.launched() or runtime.world_size() == 1:
+        with runtime.distributed(kind, timeout_s=timeout_s) as device:
+            yield device
+        return
+    roll = meet(MEETING_S, "preflight")  # held to the end: its store may be rank 0's own
+    folder = None
+    if recipe.kept.mounted:  # no node mounts a store
+        model = build.build_model(recipe, data.vocab_size, data.facts)
+        # AdamW: a parameter and its two moments, in float32
+        size = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
+        folder = Folder(path=recipe.folder.absolute() / CHECKPOINTS, bytes=size * ((recipe.checkpoint.keep or 1) + 1))
+    report = examine_all(roll, mesh_of(recipe.mesh), runtime.device(kind), folder)
+    _tell(recipe, report)
+    with runtime.distributed(kind, timeout_s=timeout_s) as device:
+        _tell(recipe, compare_products(dataclasses.replace(report, findings=()), device))
+        yield device
 
 
-def _parallelize(recipe: Recipe, data: datasets.Data, kind: str) -> Parallelized:
-    model = build.build_model(recipe, data.vocab_size, data.facts)
-    layout = build.layout_of(recipe, model)
-    par = build.plan_of(recipe).apply(model, layout, device_type=kind)
-    return with_weights(par, recipe.model, recipe.seed, adapters=recipe.lora is not None)
+def patience_s(recipe: Recipe) -> float:
+    """Return the time-out of collectives: longer than the watchdog's, which names the missing ranks."""
+    if this_replica()[1]:
+        return recipe.patience + 10.0  # the other replicas go on by then
+    return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + 120.0)
 
 
-def _teacher(recipe: Recipe, data: datasets.Data, kind: str) -> nn.Module | None:
-    """Return the frozen teacher, sharded by its own plan over the same ranks; None if the recipe has none."""
-    if recipe.teacher is None:
-        return None
-    model = build.build_teacher(recipe, data.vocab_size, data.facts)
-    par = build.teacher_plan_of(recipe).apply(model, device_type=kind)
-    return with_weights(par, recipe.teacher.model, recipe.seed).module
+def _tell(recipe: Recipe, report: Report) -> None:
+    if not report.findings:
+        return
+    text = f"preflight found {len(report.findings)}:\n{findings_text(report.findings)}"
+    if recipe.preflight == "fail":
+        raise PreflightError(text)
+    if runtime.is_main():
+        print(text, file=sys.stderr)
 
 
 def _trainer(
     recipe: Recipe, data: datasets.Data, kind: str, par: Parallelized, manager: CheckpointManager, saved: Saved
 ) -> tuple[Trainer, Mapping[str, Any]]:
     """Return the trainer, which has no reporters yet, and the origin of its data, which is saved with each step."""
-    optimizer = build.optimizer_of(recipe)(par.module)
+    teacher, optimizer = None, build.optimizer_of(recipe)(par.module)
+    if recipe.teacher is not None:
+        frozen = build.build_teacher(recipe, data.vocab_size, data.facts)
+        sharded = build.teacher_plan_of(recipe).apply(frozen, device_type=kind)
+        teacher = with_weights(sharded, recipe.teacher.model, recipe.seed).module
     train, validation = datasets.batches(recipe, data, par)
     origin = [datasets.origin_of(recipe, train.global_batch)]
     dist.broadcast_object_list(origin, group=runtime.hosts())  # copies of a file on other nodes have other times
@@ -147,7 +176,7 @@ def _trainer(
     )
     trainer = Trainer(
         par,
-        build.objective_of(recipe, _teacher(recipe, data, kind)),
+        build.objective_of(recipe, teacher),
         train,
         optimizer,
         build.schedule_of(recipe, par.data_size * (replicas or 1)),
@@ -161,17 +190,6 @@ def _trainer(
         evaluations=build.evaluations_of(recipe, par, data.tokenizer),
     )
     return trainer, origin[0]
-
-
-def _enter_replicas(recipe: Recipe, trainer: Trainer, stack: contextlib.ExitStack) -> Replicas | None:
-    """Return the replicas, which ``stack`` leaves; None unless this job is one of several."""
-    if not this_replica()[1]:
-        return None
-    same = (recipe.optimizer, recipe.training)
-    replicas = Replicas(
-        trainer.par, trainer.optimizer, trainer.data, state=trainer, same=same, patience_s=recipe.patience
-    )
-    return stack.enter_context(replicas)
 
 
 @final

@@ -33,7 +33,7 @@ from meshpar.checkpoints.storage.checksums import combine_sums
 from meshpar.checkpoints.storage.disk import ReadFile
 from meshpar.checkpoints.storage.files import memory_of
 from meshpar.core.errors import CheckpointError
-from meshpar.launchers.export.run import names_of_ours
+from meshpar.launchers.export import names_of_ours
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.weights import Rename, Split, Transpose, WeightMap
 from tests.checkpoints.test_commit import Job, linear, stepped

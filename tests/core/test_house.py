@@ -80,8 +80,8 @@ MEASURED = {
     },
     "fuzz_hostile.py": {
         "meshpar.launchers.cli",
-        "meshpar.launchers.export.publishing",
-        "meshpar.launchers.jobs.preflight",
+        "meshpar.launchers.commands.publishing",
+        "meshpar.launchers.commands.train",
         "meshpar.launchers.targets.kubernetes",
         "meshpar.launchers.targets.launching",
         "meshpar.launchers.targets.skypilot",

@@ -14,7 +14,7 @@ import pytest
 
 from meshpar import PlanError
 from meshpar.launchers.commands.train import train_recipe
-from meshpar.launchers.export.run import export_run
+from meshpar.launchers.export import export_run
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.training.text import standard_library_root

@@ -32,7 +32,7 @@ from meshpar import CheckpointError, MeshparError, RecipeError
 from meshpar.checkpoints import read_manifest
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.train import launch
-from meshpar.launchers.export.run import export_run
+from meshpar.launchers.export import export_run
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.testing import on_ranks

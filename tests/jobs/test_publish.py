@@ -19,8 +19,8 @@ from meshpar.checkpoints.steps.lease import Lease
 from meshpar.checkpoints.steps.steps import PIN_FILE, Steps
 from meshpar.core.errors import CheckpointError
 from meshpar.launchers.cli import app
-from meshpar.launchers.export.publishing import watch
-from meshpar.launchers.export.run import export_run
+from meshpar.launchers.commands.publishing import watch
+from meshpar.launchers.export import export_run
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.process.leftovers import host_name
 from meshpar.training.tokenizer import byte_tokenizer

@@ -17,9 +17,9 @@ import torch
 from meshpar import LaunchError, MeshparError, RecipeError
 from meshpar.core import registry
 from meshpar.core.errors import FullMemoryError
+from meshpar.launchers.commands.train import find_batch_size
 from meshpar.launchers.jobs import checks, reports
 from meshpar.launchers.jobs.job import Saver
-from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.named import make_objective
 from meshpar.launchers.recipes.recipe import Recipe

@@ -30,7 +30,7 @@ from meshpar.launchers.agent import watchdog
 from meshpar.launchers.agent.failures import record, record_stall, recorded
 from meshpar.launchers.agent.terms import RETRY
 from meshpar.launchers.agent.watchdog import Watchdog, verdict_of
-from meshpar.launchers.jobs.preflight import open_job
+from meshpar.launchers.jobs.job import open_job
 from meshpar.launchers.recipes.loading import load_recipe
 from tests.checkpoints.test_commit import linear
 from tests.support.patience import patient, until

@@ -26,8 +26,8 @@ from meshpar.launchers.agent import terms
 from meshpar.launchers.agent.failures import Failure, first_error, record_kills
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.generating import Completer
-from meshpar.launchers.commands.plan import ranks_of
-from meshpar.launchers.export.run import bytes_of
+from meshpar.launchers.commands.inspecting import ranks_of
+from meshpar.launchers.export import bytes_of
 from meshpar.models import TransformerConfig
 from meshpar.process.signals import exit_code_of
 from meshpar.training.tokenizer import byte_tokenizer

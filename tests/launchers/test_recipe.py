@@ -14,7 +14,6 @@ import torch
 
 from meshpar import ContextParallel, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
 from meshpar.core.patterns import nearest, suggestion
-from meshpar.launchers.commands.inspecting import convert_recipe
 from meshpar.launchers.jobs import build, checks, datasets
 from meshpar.launchers.recipes.loading import load_recipe, resolve, shipped
 from meshpar.launchers.recipes.named import make_passes
@@ -419,7 +418,7 @@ def test_yaml_of_another_trainer_is_refused_with_the_page_that_lists_its_keys() 
 def test_a_recipe_is_written_as_it_is_resolved(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(SMALL)
-    text = convert_recipe(str(path), ["training.steps=7"])
+    text = load_recipe(str(path), ["training.steps=7"]).to_yaml()
     again = resolve(parse_document(text, str(path)))
     assert again == load_recipe(path, ["training.steps=7"]) and "- FullyShard: {}" in text
 

@@ -21,7 +21,7 @@ from meshpar.checkpoints.storage.place import place
 from meshpar.core.errors import CheckpointError, LaunchError, RecipeError
 from meshpar.launchers.agent import failures
 from meshpar.launchers.cli import app
-from meshpar.launchers.export import publishing
+from meshpar.launchers.commands import publishing
 from meshpar.launchers.jobs import worker
 from meshpar.launchers.recipes.loading import load_recipe, resolve
 from meshpar.launchers.recipes.recipe import Recipe

@@ -24,8 +24,8 @@ from meshpar.core.errors import MeshparError
 from meshpar.forecasting.hardware import Hardware, profiles
 from meshpar.launchers import export_run, load_recipe
 from meshpar.launchers.cli import app
-from meshpar.launchers.export import publishing
-from meshpar.launchers.export.run import beside
+from meshpar.launchers.commands import publishing
+from meshpar.launchers.export import beside
 from meshpar.launchers.recipes.yamlfile import apply_overrides, parse_document, to_yaml
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.models.huggingface import from_config

@@ -35,11 +35,10 @@ from meshpar.launchers.agent.terms import adopt_srun
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.generating import _ids
 from meshpar.launchers.commands.run import run
-from meshpar.launchers.commands.train import division_of, launch
-from meshpar.launchers.export.run import chosen_step, merge_adapters
+from meshpar.launchers.commands.train import division_of, find_batch_size, launch
+from meshpar.launchers.export import chosen_step, merge_adapters
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.checks import check_job
-from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.training.lora import LoRA
 from meshpar.training.tokenizer import byte_tokenizer

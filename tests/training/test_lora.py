@@ -27,7 +27,7 @@ from meshpar import (
     TensorParallel,
 )
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_safetensors
-from meshpar.launchers.export.run import export_adapters, merge_adapters
+from meshpar.launchers.export import export_adapters, merge_adapters
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import Memory, on_ranks, token_steps, whole
 from meshpar.testing.parity import Record, assert_records_match, in_this_process, train_steps
@@ -366,7 +366,7 @@ def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from meshpar.launchers.commands.train import launch as train
-    from meshpar.launchers.export.run import export_run
+    from meshpar.launchers.export import export_run
     from meshpar.launchers.recipes.loading import load_recipe
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""``meshpar export`` around an export: of each new step of a job, measured, and pushed to the Hugging Face Hub."""
+"""Published models: ``meshpar export`` of new steps, measured and pushed to a Hub, and ``meshpar import``."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 import yaml
 
-from meshpar.checkpoints import read_manifest
+from meshpar.checkpoints import import_safetensors, read_manifest
 from meshpar.checkpoints.format.manifest import step_name
+from meshpar.checkpoints.steps.importing import config_beside
 from meshpar.checkpoints.steps.lease import is_written
 from meshpar.checkpoints.steps.steps import PIN_FILE, Steps, checkpoints_in
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk, place
 from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.core.errors import CheckpointError, MeshparError, brief
-from meshpar.launchers.export.run import beside, chosen_step, export_run
+from meshpar.launchers.export import beside, chosen_step, dtype_of, export_run, names_of_ours
 from meshpar.launchers.jobs.job import RECIPE
 from meshpar.launchers.recipes.yamlfile import read_document, to_yaml
 from meshpar.models.huggingface import check_attention
@@ -32,76 +32,55 @@ from meshpar.process.imports import need
 from meshpar.process.leftovers import host_name, is_running, this_process
 from meshpar.process.secrets import redacted
 from meshpar.training.tokenizer import load_tokenizer
+from meshpar.weights import WeightMap
 
 CARD = "README.md"
 _LENGTH, _MOST = 512, 32  # tokens of a sample, and samples
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportRequest:
-    """What ``meshpar export`` was asked for; ``options``: of :func:`meshpar.launchers.export_run`."""
-
-    src: PlaceLike
-    dst: PlaceLike
-    options: Mapping[str, Any]
-    best: str | None = None
-    text: Path | None = None
-    repository: str | None = None
-    dry_run: bool = False
-    watched: bool = False
-    every: int | None = None
-
-    def check(self) -> None:
-        """Raise CheckpointError if options do not fit each other."""
-        if self.text is not None and self.options["quantize"] is None:
-            raise CheckpointError(
-                "--measure compares a quantised export with the step's own weights; pass --quantize FORMAT as well"
-            )
-        if self.text is not None and self.options.get("weights", "trained") != "trained":
-            raise CheckpointError(
-                "--measure compares a quantised export with the step's trained weights; drop --measure, or --weights"
-            )
-        if self.dry_run and self.repository is None:
-            raise CheckpointError("--dry-run lists what --push would upload; pass --push OWNER/NAME as well")
-        if self.every is not None and (not self.watched or self.best is not None):
-            raise CheckpointError("--every chooses steps of --watch; pass --watch, and either --every or --best")
-        if self.repository is not None:
-            check_repository(self.repository)
-
-
-def export(asked: ExportRequest) -> None:
-    """Export and print what was done."""
-    asked.check()
-    src, dst, options = asked.src, asked.dst, asked.options
+def export(
+    src: PlaceLike, dst: PlaceLike, options: Mapping[str, Any], *, best: str | None, text: Path | None,
+    repository: str | None, dry_run: bool, watched: bool, every: int | None,
+) -> None:  # fmt: skip
+    """Export by ``options`` of :func:`meshpar.launchers.export_run`, measure, push or watch, and print each."""
+    if text is not None and options["quantize"] is None:
+        raise CheckpointError(
+            "--measure compares a quantised export with the step's own weights; pass --quantize FORMAT as well"
+        )
+    if text is not None and options["weights"] != "trained":
+        raise CheckpointError(
+            "--measure compares a quantised export with the step's trained weights; drop --measure, or --weights"
+        )
+    if dry_run and repository is None:
+        raise CheckpointError("--dry-run lists what --push would upload; pass --push OWNER/NAME as well")
+    if every is not None and (not watched or best is not None):
+        raise CheckpointError("--every chooses steps of --watch; pass --watch, and either --every or --best")
+    if repository is not None:
+        check_repository(repository)
 
     def local(path: PlaceLike) -> DiskPath:
         return on_disk(path, why="--watch, --push and --measure work on a disk; export without them")
 
     def export_step(step: Place, target: Place) -> None:
-        ids = None if asked.text is None else held_out(local(step), asked.text, options["config"])
+        ids = None if text is None else held_out(local(step), text, options["config"])
         print(f"exported to {export_run(step, target, **options)}", flush=True)
         if ids is not None:
             names = {key: options[key] for key in ("config", "layout")}
             print(measure(local(step), local(target), ids, names), flush=True)
-        if asked.repository is not None:
-            card = "\n".join(_card(local(step), local(target), asked.repository))
+        if repository is not None:
+            card = "\n".join(_card(local(step), local(target), repository))
             (local(target) / CARD).write_text(f"{card}\n", encoding="utf-8")
-            print(push(local(target), asked.repository, dry_run=asked.dry_run), flush=True)
+            print(push(local(target), repository, dry_run=dry_run), flush=True)
 
-    if asked.watched:
-        out = local(dst)
+    if watched:
+        root, out = local(checkpoints_in(src)), local(dst)
         watch(
-            local(checkpoints_in(src)),
-            lambda step: export_step(step, out / step_name(read_manifest(step).step)),
-            best=asked.best,
-            every=asked.every or 1,
+            root, lambda step: export_step(step, out / step_name(read_manifest(step).step)), best=best, every=every or 1
         )
         return
-    if asked.repository is not None or asked.text is not None:
-        for address in (src, dst):
-            local(address)
-    export_step(chosen_step(src, asked.best), place(dst))
+    if repository is not None or text is not None:
+        local(src), local(dst)
+    export_step(chosen_step(src, best), place(dst))
 
 
 def watch(
@@ -194,6 +173,10 @@ def push(exported: Path, name: str, *, dry_run: bool) -> str:
 def _card(step: Path, exported: Path, name: str) -> Iterator[str]:
     """Yield the lines of the card: recipe, data position, metrics, mesh, versions and checksums."""
     manifest, recipe = read_manifest(step), step.parent.parent / RECIPE
+    extra = manifest.extra
+    position = {key: extra[key] for key in ("step", "tokens", "skipped") if key in extra}
+    data = (extra.get("data") or {}).items()
+    position |= {f"data.{key}": value for key, value in data if isinstance(value, int | str)}
     yield from (
         "---",
         yaml.safe_dump({"library_name": "transformers", "tags": ["meshpar"]}).strip(),
@@ -208,7 +191,7 @@ def _card(step: Path, exported: Path, name: str) -> Iterator[str]:
         ("Mesh", f"{mesh} ({manifest.world_size} ranks, {manifest.device})"),
         ("Plan", manifest.plan.replace("\n", "; ") or "none"),
         ("Seed", str(manifest.seed)),
-        *((f"Position: {key}", str(value)) for key, value in _position(manifest.extra).items()),
+        *((f"Position: {key}", str(value)) for key, value in position.items()),
         *((f"Metric {key}", f"{value:.6g}") for key, value in sorted(manifest.metrics.items()) if value is not None),
         *((f"Version of {key}", value) for key, value in sorted(manifest.versions.items())),
     ]
@@ -220,12 +203,6 @@ def _card(step: Path, exported: Path, name: str) -> Iterator[str]:
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         yield f"| {file.name} | {file.stat().st_size} | `{digest}` |"
-
-
-def _position(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where in its data a job was: its steps and tokens, and the position of the data itself."""
-    data = {f"data.{key}": value for key, value in (extra.get("data") or {}).items() if isinstance(value, int | str)}
-    return {key: extra[key] for key in ("step", "tokens", "skipped") if key in extra} | data
 
 
 def held_out(step: Path, file: Path, config: Path | None = None) -> torch.Tensor:
@@ -292,3 +269,27 @@ def _load(folder: Path, plain: Path) -> Any:  # noqa: ANN401 - of transformers
             f"--measure: transformers does not load all of {folder.name}: {wrong}; measure it in your engine"
         )
     return model.eval()
+
+
+def import_published(src: Path, dst: Path, *, model: str, dtype: str | None, step: int, config: Path | None) -> Place:
+    """Convert a published model to a step that ``model`` (``ours`` or ``transformers``) restores; return its folder."""
+    published = config_beside(config or src)
+    if config is not None and not published:
+        raise CheckpointError(
+            f"{config} has no config.json; expected the model's, as transformers saves it: correct --config"
+        )
+    if model not in ("ours", "transformers"):
+        raise CheckpointError(f"--model must be ours or transformers, got {model!r}")
+    kind, named = published.get("model_type"), place(config or src)
+    if kind is None:
+        raise CheckpointError(
+            f"{named} has no config.json that names a model_type, without which nobody knows the model of the "
+            "step; expected a folder as transformers saves it, or pass --config FOLDER"
+        )
+    names = WeightMap() if model == "transformers" else names_of_ours(kind)
+    if names is None:
+        raise CheckpointError(
+            f"{named} has a model of type {kind!r}; ours are llama, qwen3 and gpt2; pass --model transformers "
+            "for others"
+        )
+    return import_safetensors(src, dst, weights=names, dtype=dtype_of(dtype), step=step, config=published)

@@ -48,13 +48,7 @@ _ADAPTERS = "adapter_model.safetensors"
 @final
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Files to write beside a model's weights.
-
-    Attributes:
-        config, generation: contents of ``config.json`` and of ``generation_config.json``; empty: no such file.
-        tokenizer: a folder with the tokenizer and its chat template; None: the run has none.
-        files: other files, which replace those of the tokenizer.
-    """
+    """Contents of configs (empty: no such file), tokenizer and other ``files``, which win, beside a model's weights."""
 
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
@@ -291,8 +285,8 @@ def export_run(
         max_shard_size: largest size of one file: ``5GB``, ``500MiB``, or bytes.
         verify: see :func:`meshpar.checkpoints.export_safetensors`.
         config: a folder whose ``config.json`` and other files take precedence, see
-            :func:`meshpar.launchers.export.run.beside`.
-        layout: names of the weights, see :func:`meshpar.launchers.export.run.weight_names`; None: as saved with the
+            :func:`meshpar.launchers.export.beside`.
+        layout: names of the weights, see :func:`meshpar.launchers.export.weight_names`; None: as saved with the
             step.
         quantize: format of the linear weights, see :func:`meshpar.checkpoints.export_safetensors` and
             :func:`meshpar.checkpoints.export_gguf`.
@@ -312,8 +306,16 @@ def export_run(
     if adapted is not None and weights != "trained":
         raise CheckpointError(f"a run that trained adapters (lora) has no averages; drop --weights {weights}")
     if adapters:
-        changed = bool(dtype or quantize or layout or config is not None)
-        return _export_alone(folder, dst, adapted, verify, changed=changed, overwrite=overwrite)
+        if adapted is None:
+            raise CheckpointError(
+                f"--adapters: {folder.parent.parent} is not a run that trained adapters (lora); drop --adapters"
+            )
+        if dtype or quantize or layout or config is not None:
+            raise CheckpointError(
+                "adapters are written as saved; drop --dtype, --quantize, --layout and --config, or drop --adapters"
+            )
+        verify_files(folder, read_manifest(folder), verify)
+        return export_adapters(folder, dst, *adapted, overwrite=overwrite)
     if adapted is not None:
         if layout is not None:
             raise CheckpointError("merged adapters keep the names of the weights below them; drop --layout")
@@ -327,7 +329,7 @@ def export_run(
         )
     with console.show_bytes() as advance:
         options = ExportOptions(
-            dtype=_dtype(dtype), max_shard_size=bytes_of(max_shard_size), tokenizer=files.tokenizer, progress=advance,
+            dtype=dtype_of(dtype), max_shard_size=bytes_of(max_shard_size), tokenizer=files.tokenizer, progress=advance,
             config=files.config, generation=files.generation, beside=files.files, weights=names, verify=verify,
             quantize=quantize, high=high, averaged=weights, overwrite=overwrite,
         )  # fmt: skip
@@ -335,25 +337,18 @@ def export_run(
         return write(model, dst, options)
 
 
-def _export_alone(
-    folder: Place, dst: Place, adapted: tuple[LoRA, Place] | None, verify: Verify, *, changed: bool, overwrite: bool
-) -> Place:
-    """Export the adapters of a step without the weights below them; ``changed``: by options that change weights."""
-    if adapted is None:
-        raise CheckpointError(
-            f"--adapters: {folder.parent.parent} is not a run that trained adapters (lora); drop --adapters"
-        )
-    if changed:
-        raise CheckpointError(
-            "adapters are written as saved; drop --dtype, --quantize, --layout and --config, or drop --adapters"
-        )
-    verify_files(folder, read_manifest(folder), verify)
-    return export_adapters(folder, dst, *adapted, overwrite=overwrite)
-
-
 def chosen_step(src: PlaceLike, best: str | None) -> Place:
     """Return the folder of the step to export; arguments and errors as for :func:`export_run`."""
-    return open_step(checkpoints_in(src) if best is None else _best(checkpoints_in(src), best))
+    root = checkpoints_in(src)
+    if best is None:
+        return open_step(root)
+    step = CheckpointManager(root, best=best).best()
+    if step is None:
+        raise CheckpointError(
+            f"no step in {root} has the metric {best.removeprefix('+')!r}; `meshpar checkpoints ls` lists the "
+            "metrics of each step"
+        )
+    return open_step(Steps(root).folder(step))
 
 
 def _adapted(run: Place) -> tuple[LoRA, Place] | None:
@@ -370,18 +365,9 @@ def _adapted(run: Place) -> tuple[LoRA, Place] | None:
     return recipe.adapters, base
 
 
-def _dtype(text: str | None) -> torch.dtype | None:
+def dtype_of(text: str | None) -> torch.dtype | None:
+    """Return the dtype of the option ``--dtype``; raises CheckpointError for anything else."""
     try:
         return None if text is None else parse_dtype(text)
     except ValueError as error:
         raise CheckpointError(f"--dtype: {error}") from error
-
-
-def _best(root: Place, metric: str) -> Place:
-    step = CheckpointManager(root, best=metric).best()
-    if step is None:
-        raise CheckpointError(
-            f"no step in {root} has the metric {metric.removeprefix('+')!r}; `meshpar checkpoints ls` lists the "
-            "metrics of each step"
-        )
-    return Steps(root).folder(step)
