@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypedDict, cast, final
+from typing import TYPE_CHECKING, Any, TextIO, final
 
 import torch
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -75,22 +75,8 @@ class Placement:
         return self.least_nodes < self.nodes
 
 
-class _Options(TypedDict, total=False):
-    """The fields of a :class:`Placement`, as the command line has them."""
-
-    node_rank: int
-    head: str
-    restarts: int
-    rejoin_s: int
-    meeting_s: int
-    run_id: str
-
-
-class Given(_Options, total=False):
-    """The options of the command line on where ranks run; options that were not given are absent."""
-
-    nproc: str
-    nodes: str
+Given = Mapping[str, Any]
+"""The options of the command line on where ranks run: fields of a :class:`Placement`, ``nproc`` and ``nodes``."""
 
 
 def adopt_rank(given: Given, placement: Mapping[str, object]) -> str | None:
@@ -110,8 +96,8 @@ def report_first_error(logs: Path, step: str) -> AbstractContextManager[None]:
 
 
 def drop_unset(placement: Mapping[str, object]) -> Given:
-    """Return what was said of a placement."""
-    return cast("Given", {name: value for name, value in placement.items() if value is not None})
+    """Return the options that were given."""
+    return {name: value for name, value in placement.items() if value is not None}
 
 
 def refuse_placement(placement: Mapping[str, object]) -> None:
@@ -126,13 +112,10 @@ def refuse_placement(placement: Mapping[str, object]) -> None:
 
 def from_kubeflow(options: Mapping[str, str]) -> Given:
     """Return the placement from Kubeflow's variables, see :func:`meshpar.launchers.agent.terms.kubeflow`."""
-    placement: Given = {}
-    if "NNODES" in options:
-        placement["nodes"] = options["NNODES"]
-    if "NPROC_PER_NODE" in options:
-        placement["nproc"] = options["NPROC_PER_NODE"]
-    if "NODE_RANK" in options:
-        placement["node_rank"] = int(options["NODE_RANK"])
+    names = {"NNODES": "nodes", "NPROC_PER_NODE": "nproc", "NODE_RANK": "node_rank"}
+    placement: dict[str, Any] = {name: options[key] for key, name in names.items() if key in options}
+    if "node_rank" in placement:
+        placement["node_rank"] = int(placement["node_rank"])
     if "MASTER_ADDR" in options:
         placement["head"] = f"{options['MASTER_ADDR']}:{options.get('MASTER_PORT', '29500')}"
     return placement
@@ -142,8 +125,8 @@ def place_ranks(given: Given, ranks_here: Callable[[int], int] | None = None) ->
     """Return the placement; ``ranks_here``: nodes -> ranks on this one by default; None: one per accelerator."""
     least, nodes = node_range(str(given.get("nodes", 1)))
     ranks = ranks_on_node(given, nodes, ranks_here)
-    names = {"restarts", "run_id"} if nodes == 1 else _Options.__annotations__
-    more = cast("_Options", {name: value for name, value in given.items() if name in names})
+    names = {"restarts", "run_id"} if nodes == 1 else given.keys() - {"nproc", "nodes"}
+    more = {name: value for name, value in given.items() if name in names}
     return Placement(ranks=ranks, nodes=nodes, least_nodes=least, **more)
 
 
@@ -199,7 +182,8 @@ def launch_recipe(recipe: Recipe, placement: Placement, logs: Path | None = None
 
 def launch(work: Mapping[str, Any], placement: Placement, logs: Path, console: TextIO) -> int:
     """Run this node's ranks until they end; return 0, or 128 + the signal that stopped them."""
-    with tempfile.TemporaryDirectory(prefix="meshpar-") as folder, _signals_restored(), ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="meshpar-") as folder, ExitStack() as stack:
+        stack.callback(put_back, {number: signal.getsignal(number) for number in STOPPING})
         placement = stack.enter_context(_identify_start(placement))
         logs = (logs / placement.run_id).absolute()
         logs.mkdir(parents=True, exist_ok=True)
@@ -271,12 +255,8 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
     if placement.nodes == 1:
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
     elif placement.elastic:
-        configs = {
-            "join_timeout": placement.meeting_s,
-            "last_call_timeout": placement.rejoin_s,
-            "keep_alive_interval": -(-placement.rejoin_s // 3),
-            "keep_alive_max_attempt": 3,
-        }
+        bounds = {"join_timeout": placement.meeting_s, "last_call_timeout": placement.rejoin_s}
+        configs = {**bounds, "keep_alive_interval": -(-placement.rejoin_s // 3), "keep_alive_max_attempt": 3}
         if placement.node_rank is not None:
             configs["is_host"] = int(placement.node_rank == 0)
         meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": placement.head, "rdzv_configs": configs}
@@ -331,15 +311,6 @@ def _set_environment(placement: Placement) -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in STOPPING}
-    try:
-        yield
-    finally:
-        put_back(before)
 
 
 def _ignore_signals() -> None:

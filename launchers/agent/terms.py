@@ -146,15 +146,13 @@ def adopt_srun() -> str:
     if not step:
         return ""
     try:
-        nodes = step["SLURM_STEP_NODELIST"]
-        per_node = step["SLURM_STEP_TASKS_PER_NODE"]
         job = int(step["SLURM_JOB_ID"]) + int(step["SLURM_STEP_ID"])
         values = {
             "RANK": step["SLURM_PROCID"],
             "WORLD_SIZE": step["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": step["SLURM_LOCALID"],
-            "LOCAL_WORLD_SIZE": re.split(r"[(,]", per_node)[0],
-            "MASTER_ADDR": first_node(nodes),
+            "LOCAL_WORLD_SIZE": re.split(r"[(,]", step["SLURM_STEP_TASKS_PER_NODE"])[0],
+            "MASTER_ADDR": first_node(step["SLURM_STEP_NODELIST"]),
             "MASTER_PORT": str(_FIRST_PORT + job % _PORTS),
         }
     except (KeyError, ValueError) as error:

@@ -10,7 +10,7 @@ import shlex
 import string
 import subprocess
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -217,10 +217,13 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
         key, equals, value = text.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or key not in fields:
+            other = ""
+            if "sbatch" in fields:
+                other = f"; for an option of sbatch's own write -o sbatch=--{text.lstrip('-').replace('_', '-')}"
+            elif "patch" in fields:
+                other = "; for other fields of the job file write -o patch=FILE"
             listed = suggestion(key, fields)
-            problems.append(
-                f"{text!r}: {name} has no such option, written as KEY=VALUE; {listed}{_passed_on(fields, text)}"
-            )
+            problems.append(f"{text!r}: {name} has no such option, written as KEY=VALUE; {listed}{other}")
             continue
         try:
             if hints[key] == tuple[str, ...]:
@@ -238,13 +241,6 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
     if problems:
         raise LaunchError("\n  ".join(["unknown or invalid options:", *problems]))
     return target
-
-
-def _passed_on(fields: Collection[str], text: str) -> str:
-    """Return how a target hands its engine what it has no option for."""
-    if "sbatch" in fields:
-        return f"; for an option of sbatch's own write -o sbatch=--{text.lstrip('-').replace('_', '-')}"
-    return "; for other fields of the job file write -o patch=FILE" if "patch" in fields else ""
 
 
 def _read(hint: object, text: str) -> object:
@@ -355,10 +351,6 @@ def _patches(name: str) -> list[dict[str, Any]]:
     return patches
 
 
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, dict)
-
-
 def _add(into: dict[str, Any], patch: dict[str, Any], place: str, name: str) -> None:
     """Add a patch's values: lists are joined, items of one name merged; values that meshpar writes stay."""
     for key, value in patch.items():
@@ -367,7 +359,9 @@ def _add(into: dict[str, Any], patch: dict[str, Any], place: str, name: str) -> 
             into[key] = value
         elif isinstance(old, dict) and isinstance(value, dict):
             _add(old, value, here, name)
-        elif isinstance(old, list) and isinstance(value, list) and all(map(_is_mapping, (*old, *value))):
+        elif (
+            isinstance(old, list) and isinstance(value, list) and all(isinstance(item, dict) for item in (*old, *value))
+        ):
             named = {entry["name"]: entry for entry in old if "name" in entry and "mountPath" not in entry}
             for item in value:
                 if item.get("name") in named:

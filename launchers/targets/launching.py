@@ -142,21 +142,17 @@ def _script(asked: LaunchRequest) -> tuple[Path, dict[str, Any], Sequence[str]]:
             "--check=--dry-run"
         )
     else:
-        _run_check([*words, *asked.arguments, *shlex.split(asked.check)])
+        command = [*words, *asked.arguments, *shlex.split(asked.check)]
+        shown = shlex.join(command)
+        try:
+            code = subprocess.run([sys.executable, *command], timeout=CHECK_S, check=False).returncode
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(
+                f"the check {shown} did not end within {CHECK_S} s; give it less to do, or leave out --check"
+            ) from error
+        if code:
+            raise LaunchError(f"the check {shown} ended with exit code {code}; correct the script or its arguments")
     return (Path("runs") / name).absolute(), {"name": name, "script": (*words, *asked.arguments)}, notes
-
-
-def _run_check(words: Sequence[str]) -> None:
-    """Run a script here, with its output on this terminal; raise LaunchError unless it ends with 0."""
-    shown = shlex.join(words)
-    try:
-        code = subprocess.run([sys.executable, *words], timeout=CHECK_S, check=False).returncode
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(
-            f"the check {shown} did not end within {CHECK_S} s; give it less to do, or leave out --check"
-        ) from error
-    if code:
-        raise LaunchError(f"the check {shown} ended with exit code {code}; correct the script or its arguments")
 
 
 def _recipe(asked: LaunchRequest, *, shares_disks: bool) -> tuple[Path, dict[str, Any], Sequence[str]]:
@@ -168,22 +164,19 @@ def _recipe(asked: LaunchRequest, *, shares_disks: bool) -> tuple[Path, dict[str
     if line := recipe.classes.origins():
         print(line, file=sys.stderr)
     spec = asked.place_mesh(recipe.mesh)
-    if is_auto(recipe.mesh if asked.mesh is None else asked.mesh):
-        recipe = _hybrid(recipe)
+    passes, notes = recipe.passes, list(recipe.notes)
+    if is_auto(recipe.mesh if asked.mesh is None else asked.mesh):  # which puts replicas across nodes
+        passes = tuple(
+            {"HybridShard" if name == "FullyShard" else name: options for name, options in pass_.items()}
+            for pass_ in passes
+        )
+    if passes != recipe.passes:
+        notes.append("mesh auto: FullyShard became HybridShard, with the same options")
     preflight = "warn" if asked.preflight is None and recipe.preflight == "off" else recipe.preflight
-    recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": preflight}).noting(recipe.notes)
+    changes = {"passes": passes, "mesh": str(spec), "preflight": preflight}
+    recipe = recipe.model_copy(update=changes).noting(notes)
     notes = [*recipe.notes, *_check_recipe(recipe, spec, asked, shares_disks=shares_disks)]
     return recipe.folder.absolute(), {"name": recipe.name, "recipe": recipe.to_yaml(), "mesh": spec}, notes
-
-
-def _hybrid(recipe: Recipe) -> Recipe:
-    """Return the recipe with HybridShard instead of FullyShard, because ``mesh: auto`` puts replicas across nodes."""
-    passes = tuple(
-        {"HybridShard" if name == "FullyShard" else name: options for name, options in pass_.items()}
-        for pass_ in recipe.passes
-    )
-    note = "mesh auto: FullyShard became HybridShard, with the same options" if passes != recipe.passes else None
-    return recipe.model_copy(update={"passes": passes}).noting([*recipe.notes, *([note] if note else [])])
 
 
 def _check_recipe(recipe: Recipe, spec: MeshSpec, asked: LaunchRequest, *, shares_disks: bool) -> Sequence[str]:

@@ -136,12 +136,14 @@ class Slurm(Target):
                 raise LaunchError(f"sbatch: --elastic=replicas makes an array of its own, {tasks}; leave --array out")
             lines.append(f"#SBATCH --array=0-{job.nodes // span - 1}")
         lines += ["#SBATCH --no-kill  # a lost node does not end the job"] if job.elastic == "nodes" else []
+        # the lines with which the tasks of an array find the one that puts their replicas together
+        meeting = {"run": shlex.quote(str(job.run)), "complete": COMPLETE}
         values = {
+            **meeting,
             "name": shlex.quote(job.name),
             "command": job.made_by,
             "tasks": f"an array of {tasks}" if replicas else "one task a node",
             "shape": job.shape,
-            "run": shlex.quote(str(job.run)),
             "output": shlex.quote(str(job.folder / ("slurm-%A_%a.out" if replicas else "slurm-%j.out"))),
             "cwd": shlex.quote(str(Path.cwd())),
             "nodes": span if replicas else job.nodes,
@@ -154,13 +156,12 @@ class Slurm(Target):
             "cpus": f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",
             "on_failure": "--kill-on-bad-exit=0 --no-kill" if job.elastic == "nodes" else "--kill-on-bad-exit=1",
             "container": self._container(job),
-            "meeting": f"\n{_meeting(job)}" if replicas else "",
+            "meeting": f"\n{fill('replicas.sbatch', meeting).rstrip()}" if replicas else "",
             "placement": self._placement(job),
             "work": shlex.join(job.work(str(job.folder / RECIPE))),
             "meshpar": _path(self.meshpar) if self.meshpar else "meshpar" if self.image else _command(self.setup),
             "no_use": NO_USE,
             "no_restart": NO_RESTART,
-            "complete": COMPLETE,
         }
         return {"job.sbatch": fill("job.sbatch", values), **job.files()}
 
@@ -208,7 +209,9 @@ class Slurm(Target):
         answers = []
         for job, numbers in zip(jobs, every):
             states = [state for number, state, _ in rows if number in numbers]
-            states += [ended.get(number) or _end_of(job, number) for number in numbers if number in gone]
+            for number in [number for number in numbers if number in gone]:
+                complete = any(job.folder.parent.parent.glob(f"logs/{number}-*/{COMPLETE}"))
+                states.append(ended.get(number) or ("COMPLETED" if complete else "ended"))
             answers.append((",".join(numbers), ",".join(dict.fromkeys(states))))
         return answers
 
@@ -237,11 +240,6 @@ def _nodes_of_a_replica(job: Job) -> int:
     return divide_replicas(job.mesh, job.nodes, 0).nodes if job.elastic == "replicas" and job.mesh is not None else 1
 
 
-def _meeting(job: Job) -> str:
-    """Return the lines with which the tasks of an array find the one that puts their replicas together."""
-    return fill("replicas.sbatch", {"run": shlex.quote(str(job.run)), "complete": COMPLETE}).rstrip()
-
-
 def _queue() -> list[list[str]]:
     """Return number, state and job file of this user's jobs that SLURM still knows."""
     lines = ask(["squeue", "--me", "--noheader", "--states=all", "--format=%F|%T|%o"]).splitlines()
@@ -255,10 +253,6 @@ def _numbers(job: Launched, rows: Sequence[Sequence[str]]) -> list[str]:
     wrote = [re.findall(r"\d+", path.stem)[0] for path in job.folder.glob(_OUTPUT)]
     queued = [number for number, _, file in rows if file == str(job.file)]
     return sorted({*submitted, *wrote, *queued}, key=int)
-
-
-def _end_of(job: Launched, number: str) -> str:
-    return "COMPLETED" if list(job.folder.parent.parent.glob(f"logs/{number}-*/{COMPLETE}")) else "ended"
 
 
 def _seconds(limit: str) -> float | None:
