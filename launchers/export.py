@@ -161,7 +161,6 @@ def names_of_ours(kind: object) -> WeightMap | None:
 
 
 def config_in(folder: PlaceLike) -> dict[str, Any]:
-    """Return the contents of a folder's ``config.json``; raises CheckpointError if it cannot be read."""
     try:
         return _json(place(folder) / "config.json")
     except CheckpointError as error:
@@ -338,7 +337,6 @@ def export_run(
 
 
 def chosen_step(src: PlaceLike, best: str | None) -> Place:
-    """Return the folder of the step to export; arguments and errors as for :func:`export_run`."""
     root = checkpoints_in(src)
     if best is None:
         return open_step(root)
@@ -352,7 +350,6 @@ def chosen_step(src: PlaceLike, best: str | None) -> Place:
 
 
 def _adapted(run: Place) -> tuple[LoRA, Place] | None:
-    """Return the adapters' settings and the weights below them if a run trained adapters; None otherwise."""
     recipe = _recipe_of(run)
     if recipe is None or recipe.adapters is None or recipe.weights is None:
         return None
@@ -366,7 +363,6 @@ def _adapted(run: Place) -> tuple[LoRA, Place] | None:
 
 
 def dtype_of(text: str | None) -> torch.dtype | None:
-    """Return the dtype of the option ``--dtype``; raises CheckpointError for anything else."""
     try:
         return None if text is None else parse_dtype(text)
     except ValueError as error:

@@ -50,7 +50,6 @@ class _Both:
         self._terminal, self._file = Lenient(terminal), Lenient(file)
 
     def write(self, text: str) -> int:
-        """Write to both; escape sequences go to the terminal alone."""
         if "\x1b" not in text and "\r" not in text:
             self._file.write(text)
         return self._terminal.write(text)

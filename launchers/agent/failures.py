@@ -126,7 +126,6 @@ def note_sys_exit(logs: Path, rank: int, error: SystemExit) -> None:
 
 
 def forget(logs: Path, rank: int) -> None:
-    """Delete a rank's error of an earlier start."""
     for folder in _folders(logs):
         error_file(folder, rank).unlink(missing_ok=True)
 
@@ -167,7 +166,6 @@ def error_file(logs: Path, rank: int) -> Path:
 
 
 def recorded(logs: Path) -> list[Failure]:
-    """Return the recorded failures, the earliest first."""
     return [failure for failure in _recorded(logs) if not _is_left(failure)]
 
 
@@ -208,7 +206,6 @@ def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
 
 
 def exit_code(error: MeshparError) -> int:
-    """Return the exit code of a launcher's process after an error."""
     if isinstance(error, ReplicaError):
         return RETRY
     useless = RecipeError | PlanError | MeshError | LayoutError | PreflightError | RepeatedFailureError
@@ -260,7 +257,6 @@ def last_failed_at(logs: Path) -> int:
 
 
 def in_vain(logs: Path) -> bool:
-    """Return whether the last two starts made no new step."""
     return len(_starts(logs)) >= MOST_STARTS
 
 

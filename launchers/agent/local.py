@@ -71,7 +71,6 @@ class Placement:
 
     @property
     def elastic(self) -> bool:
-        """True where the job continues with fewer nodes when some are lost."""
         return self.least_nodes < self.nodes
 
 
@@ -96,7 +95,6 @@ def report_first_error(logs: Path, step: str) -> AbstractContextManager[None]:
 
 
 def drop_unset(placement: Mapping[str, object]) -> Given:
-    """Return the options that were given."""
     return {name: value for name, value in placement.items() if value is not None}
 
 
@@ -152,7 +150,6 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def accelerators() -> int:
-    """Return the number of accelerators of this machine, 1 where there is none."""
     return max(1, torch.accelerator.device_count())
 
 
@@ -171,12 +168,10 @@ if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
 
 
 def launch_local(recipe: Recipe, ranks: int) -> int:
-    """Run a recipe on ``ranks`` processes of this machine, see :func:`launch_recipe`."""
     return launch_recipe(recipe, Placement(ranks=ranks))
 
 
 def launch_recipe(recipe: Recipe, placement: Placement, logs: Path | None = None) -> int:
-    """Run a recipe's ranks on this node, see :func:`launch`."""
     return launch({"recipe": recipe.sent()}, placement, logs or recipe.folder / "logs", sys.stderr)
 
 

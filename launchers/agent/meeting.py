@@ -116,7 +116,6 @@ class Meeting:
         return f"node{'s' if len(nodes) > 1 else ''} {numbers} of replica {self._replica}"
 
     def _call(self) -> Start | None:
-        """Accept nodes, and start when all are here."""
         self.keep()
         missing = [node for node in range(1, self._nodes) if node not in self._links]
         if missing:
@@ -248,7 +247,6 @@ class _Link:
             self._connection.send(" ".join(map(str, words)).encode() + b"\n")
 
     def beat(self, *words: object) -> None:
-        """Send a line of words if none was sent in this way for a second."""
         if time.monotonic() - self._beaten >= _BEAT_S:
             self._beaten = time.monotonic()
             self.send(*words)

@@ -49,7 +49,6 @@ class Division:
 
     @property
     def ranks_here(self) -> int:
-        """Number of ranks of each replica on this node."""
         return self.ranks // self.nodes
 
     def recipe(self, whole: Recipe) -> Recipe:
@@ -58,7 +57,6 @@ class Division:
 
 
 def check_elastic(elastic: str) -> None:
-    """Raise LaunchError if ``--elastic`` is not ``replicas``."""
     if elastic != "replicas":
         raise LaunchError(
             f"--elastic is {elastic!r}; expected replicas (--nodes MIN:MAX is the job that restarts on fewer nodes)"
@@ -307,7 +305,6 @@ def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
 
 
 def await_all(running: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for all nodes; if one fails, ask the others to stop."""
     asked = False
     while any(process.poll() is None for process in running):
         if not asked and any(process.poll() not in (None, 0) for process in running):

@@ -57,12 +57,10 @@ class RankTask:
     launcher: int = field(default_factory=os.getpid)
 
     def write(self) -> None:
-        """Write the task into its folder ``scratch``, as JSON."""
         (self.scratch / _FILE).write_text(json.dumps(asdict(self), default=str), encoding="utf-8")
 
 
 def read_task(folder: Path) -> RankTask:
-    """Return the task that :meth:`RankTask.write` wrote into a folder."""
     fields = json.loads((folder / _FILE).read_text(encoding="utf-8"))
     paths = {name: Path(fields[name]) for name in ("logs", "scratch")}
     return RankTask(**{**fields, **paths, "arguments": tuple(fields["arguments"])})
@@ -88,12 +86,10 @@ def task() -> RankTask | None:
 
 
 def rank() -> int:
-    """Return this process's rank, as torch's agent sets it."""
     return int(os.environ["RANK"])
 
 
 def world_size() -> int:
-    """Return the number of ranks of the job, as torch's agent sets it."""
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -109,7 +105,6 @@ def series() -> str:
 
 
 def setting(name: str) -> str:
-    """Return a variable that the user or a launcher may set; empty where it is unset."""
     return os.environ.get(name, "")
 
 
@@ -130,7 +125,6 @@ def srun() -> Mapping[str, str]:
 
 
 def inherited(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that is started, with ``changes``."""
     return {**os.environ, **changes}
 
 

@@ -19,7 +19,6 @@ _ADAPTERS, _GENERATION = "adapter_config.json", "generation_config.json"
 
 
 def need_transformers() -> None:
-    """Raise MeshparError if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise MeshparError("transformers is not installed; this command needs it: pip install 'meshpar[transformers]'")
 
@@ -140,7 +139,6 @@ class VllmCompleter:
 
 
 def _ids(tokenizer: Any, prompt: str, *, chat: bool) -> Mapping[str, torch.Tensor]:  # noqa: ANN401 - of transformers
-    """Return the prompt's tokens, (1, L)."""
     if chat:
         if not tokenizer.chat_template:
             raise MeshparError(

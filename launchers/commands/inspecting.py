@@ -180,7 +180,6 @@ def list_plugins() -> str:
 
 
 def recipe_or_shape(source: str, overrides: Sequence[str], *, trust: bool) -> Recipe:
-    """Return the recipe called ``source``, or a recipe of the shape with that name."""
     if source in PRESETS or (source == "gpt2" and source not in shipped()):
         model = {"kind": "gpt2"} if source == "gpt2" else {"preset": source}
         document = Document(source, {"name": source, "model": model, "training": {"steps": 1}})

@@ -33,12 +33,10 @@ class _OfTarget(TyperCommand):
 
     # click's, or the one inside of newer typer
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
-        """Keep the words, of which --help leaves none."""
         ctx.meta["words"] = list(args)
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - the same
-        """Write the options of the targets among the words."""
         from meshpar.core import registry
 
         for name in registry.names(registry.LAUNCHERS):

@@ -139,7 +139,6 @@ def _release_dead(steps: Steps) -> None:
 
 
 def check_repository(name: str) -> None:
-    """Raise MeshparError unless ``name`` is ``owner/name`` and huggingface_hub is installed."""
     library = need("huggingface_hub.utils", extra="transformers")
     try:
         library.validate_repo_id(name)

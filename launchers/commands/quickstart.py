@@ -71,7 +71,6 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
 
 
 def _tell_losses(path: Path) -> None:
-    """Print how far the loss fell; raise LaunchError if it did not fall."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     losses = [record["train/loss"] for record in records if record.get("train/loss") is not None]
     print(f"the training loss fell from {losses[0]:.2f} to {losses[-1]:.2f}")
@@ -80,7 +79,6 @@ def _tell_losses(path: Path) -> None:
 
 
 def _tell_difference(recipe: Recipe, exported: nn.Module) -> None:
-    """Print how far the export's logits are off; raise LaunchError beyond rounding."""
     data = datasets.prepare_data(recipe)
     held_out = data.tokens.validation or data.tokens.train
     ids = PackedTokens(held_out, recipe.data.sequence_length).__getitems__([0])["input_ids"]

@@ -168,7 +168,6 @@ def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str)
 
 
 def division_of(recipe: Recipe, given: Given) -> Division:
-    """Return the replicas of a recipe and this node's share of them; raises LaunchError."""
     least, nodes = node_range(str(given.get("nodes", 1)))
     if least != nodes:
         raise LaunchError("--elastic=replicas and --nodes MIN:MAX are two kinds of elastic jobs; give --nodes a number")

@@ -38,7 +38,6 @@ class Finding:
 
 
 def all_findings(found: Found) -> list[Finding]:
-    """Return the findings on the machines; ``found`` has each rank's facts, in the order of ranks."""
     checks: tuple[Callable[[Found], Iterator[Finding]], ...] = (
         _versions, _devices, _settings, _visible, _interfaces, _names, _infiniband, _clocks, _limits, _shm,
     )  # fmt: skip
@@ -46,22 +45,22 @@ def all_findings(found: Found) -> list[Finding]:
 
 
 def hosts_of(found: Found) -> list[str]:
-    """Return the host names, in the order of their first ranks."""
-    return list(dict.fromkeys(fact["host"] for fact in found))
+    return list(_by_host(found))
 
 
 def ranks_text(found: Found) -> str:
     """Return ``ranks 0, 1 (n1), 2 (n2)``, shortened if there are many."""
-    by_host: dict[str, list[int]] = {}
-    for fact in found:
-        by_host.setdefault(fact["host"], []).append(fact["rank"])
-    parts = [f"{_numbers(ranks)} ({host})" for host, ranks in by_host.items()]
+    by_host = {host: [fact["rank"] for fact in members] for host, members in _by_host(found).items()}
+    parts = [
+        f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''} ({host})"
+        for host, ranks in by_host.items()
+    ]
     more = f" and {len(parts) - 8} hosts more" if len(parts) > 8 else ""
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(parts[:8])}{more}"
 
 
-def _numbers(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:8]))}, ..."
+def _by_host(found: Found) -> dict[str, list[Facts]]:
+    return _groups(found, lambda fact: fact["host"])
 
 
 def _groups(found: Found, of: Callable[[Facts], Any]) -> dict[Any, list[Facts]]:
@@ -80,7 +79,6 @@ def _differ(found: Found, of: Callable[[Facts], Any]) -> str:
 
 
 def _fact(kind: str, name: str, missing: str | None) -> Callable[[Facts], Any]:
-    """Return a function that reads one named fact of a rank."""
     return lambda fact: fact[kind].get(name, missing)
 
 
@@ -107,7 +105,7 @@ def _settings(found: Found) -> Iterator[Finding]:
 
 
 def _visible(found: Found) -> Iterator[Finding]:
-    hosts = _groups(found, lambda fact: fact["host"])
+    hosts = _by_host(found)
     for name in VISIBLE:
         values = {
             host: "; ".join(fact["visible"].get(name, "unset") for fact in members) for host, members in hosts.items()
@@ -119,7 +117,7 @@ def _visible(found: Found) -> Iterator[Finding]:
 
 def _interfaces(found: Found) -> Iterator[Finding]:
     several = len(hosts_of(found)) > 1
-    hosts = _groups(found, lambda fact: fact["host"])
+    hosts = _by_host(found)
     chosen_by = [(name, host, members) for name in INTERFACES for host, members in hosts.items()]
     for name, host, members in chosen_by:
         for value in _groups(members, _fact("settings", name, None)):
@@ -154,7 +152,7 @@ def _chosen(value: str, interface: str) -> bool:
 
 
 def _names(found: Found) -> Iterator[Finding]:
-    for host, members in _groups(found, lambda fact: fact["host"]).items() if len(hosts_of(found)) > 1 else ():
+    for host, members in _by_host(found).items() if len(hosts_of(found)) > 1 else ():
         address, settings = members[0]["address"], members[0]["settings"]
         if address is None and "GLOO_SOCKET_IFNAME" not in settings:
             do = "add it to DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
@@ -169,7 +167,7 @@ def _names(found: Found) -> Iterator[Finding]:
 
 
 def _infiniband(found: Found) -> Iterator[Finding]:
-    hosts = [members[0] for members in _groups(found, lambda fact: fact["host"]).values()]
+    hosts = [members[0] for members in _by_host(found).values()]
     ports = {fact["host"]: _used_ports(fact) for fact in hosts}
     rates = {host: ", ".join(f"{port['port']} {port['rate']}" for port in used) for host, used in ports.items()}
     if where := _differ(hosts, lambda fact: rates[fact["host"]] or "no port"):
@@ -247,7 +245,6 @@ class AxisSpan:
 
     @property
     def most(self) -> int:
-        """The number of hosts that the widest group spans."""
         return max(len(host) for host in self.hosts)
 
 

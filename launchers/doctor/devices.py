@@ -47,30 +47,29 @@ def health(identity: str | None) -> dict[str, Any] | None:
     except nvml.NVMLError:
         return None
 
-    def asked(question: Callable[..., T], *arguments: object) -> T | None:
+    def ask(question: Callable[..., T], *arguments: object) -> T | None:
         try:
             return question(handle, *arguments)
         except nvml.NVMLError:  # this kind of device has no such thing
             return None
 
-    rows = asked(nvml.nvmlDeviceGetRemappedRows) or (0, 0, 0, 0)
-    links = [asked(nvml.nvmlDeviceGetNvLinkState, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
+    rows = ask(nvml.nvmlDeviceGetRemappedRows) or (0, 0, 0, 0)
+    links = [ask(nvml.nvmlDeviceGetNvLinkState, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
     return {
-        "uncorrected": asked(
+        "uncorrected": ask(
             nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         )
         or 0,
         "rows_pending": bool(rows[2]),
         "rows_failed": bool(rows[3]),
-        "held_back": asked(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0,
+        "held_back": ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0,
         "links_up": sum(link == 1 for link in links),
-        "width": asked(nvml.nvmlDeviceGetCurrPcieLinkWidth),
-        "most_width": asked(nvml.nvmlDeviceGetMaxPcieLinkWidth),
+        "width": ask(nvml.nvmlDeviceGetCurrPcieLinkWidth),
+        "most_width": ask(nvml.nvmlDeviceGetMaxPcieLinkWidth),
     }
 
 
 def health_findings(found: Found) -> Iterator[Finding]:
-    """Yield what NVML found on the ranks' devices."""
     devices = [(fact, fact["device"]["health"]) for fact in found if fact["device"].get("health")]
     most = max((health["links_up"] for _, health in devices), default=0)
     swap = "drain the node, reset or replace the device, and look at its Xid errors (dmesg | grep Xid)"
@@ -215,19 +214,15 @@ def _rounded(value: object) -> object:
 def _computing(device: torch.device) -> dict[str, Any]:
     """Measure matrix products by dtype and size, attention, and the overhead of an operator."""
     sizes = (256, 1024, 4096, 8192) if runtime.queues(device) else (256, 512, 1024, 2048)
-    rates: dict[str, dict[int, float]] = {}
+    rates: dict[str, dict[int, float]] = {dtype: {} for dtype in _DTYPES}
     for dtype in _DTYPES:
-        rates[dtype] = {}
         for size in sizes:
-            seconds = _slowest(_seconds(_product(size, dtype, device), device, _SHORT_S), device)
-            rates[dtype][size] = 2 * size**3 / seconds
-            if seconds > _SHORT_S:  # CPUs without half precision take seconds for what comes next
+            rates[dtype][size] = rate = _product_rate(size, dtype, device)
+            if 2 * size**3 / rate > _SHORT_S:  # CPUs without half precision take seconds for what comes next
                 break
     peak = {dtype: max(by_size.values()) for dtype, by_size in rates.items()}
     main = "bfloat16" if runtime.queues(device) else "float32"
-    largest = max(rates[main])
-    sustained = 2 * largest**3 / _slowest(_seconds(_product(largest, main, device), device, _LONG_S), device)
-    matmul = min(1.0, sustained / peak[main])
+    matmul = min(1.0, _product_rate(max(rates[main]), main, device, _LONG_S) / peak[main])
     # rate(s) = peak x matmul x (s / (s + tile)) ** 2, the forecast's own form for a square product
     share = min(1.0, rates[main][sizes[0]] / (peak[main] * matmul))
     tile = sizes[0] * (share**-0.5 - 1)
@@ -245,10 +240,9 @@ def _computing(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _product(size: int, dtype: str, device: torch.device) -> Callable[[], object]:
+def _product_rate(size: int, dtype: str, device: torch.device, least_s: float = _SHORT_S) -> float:
     a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
-    out = torch.empty_like(a)
-    return lambda: torch.mm(a, a, out=out)
+    return 2 * size**3 / _slowest(_seconds(partial(torch.mm, a, a, out=torch.empty_like(a)), device, least_s), device)
 
 
 def _attention(dtype: str, device: torch.device) -> tuple[float, float]:
@@ -259,19 +253,13 @@ def _attention(dtype: str, device: torch.device) -> tuple[float, float]:
     )
     flops = 0.5 * 4 * heads * length**2 * dim
 
-    def forward() -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-    def both() -> None:
-        forward().sum().backward()
-
+    forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
     alone = _slowest(_seconds(forward, device, _SHORT_S), device)
-    together = _slowest(_seconds(both, device, _SHORT_S), device)
+    together = _slowest(_seconds(lambda: forward().sum().backward(), device, _SHORT_S), device)
     return flops / alone, 2.5 * flops / max(together - alone, alone / 10)
 
 
 def _memory(device: torch.device, per_host: int) -> dict[str, float]:
-    """Measure memory: its size, the part in use, and the bandwidth of copying and adding."""
     size = (1 << 29) if runtime.queues(device) else (1 << 26)
     a, b = (torch.ones(size // 4, device=device) for _ in range(2))
     copied = 2 * size / _slowest(_seconds(lambda: a.copy_(b), device, _SHORT_S), device)
@@ -291,7 +279,6 @@ def _memory(device: torch.device, per_host: int) -> dict[str, float]:
 
 
 def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float) -> dict[str, Any]:
-    """Measure the bandwidth and latency inside a host and between hosts."""
     with MeshSpec.auto(hosts * per_host, per_host).opened(device.type) as mesh:
         axes = [axis for axis in ("dp_shard", "dp_replicate") if mesh[axis].size() > 1]
         speeds = {axis: _gathered_rate(mesh.get_group(axis), mesh[axis].size(), device) for axis in axes}
@@ -322,13 +309,12 @@ def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float
 
 def _latency(group: dist.ProcessGroup, device: torch.device) -> float:
     element = torch.zeros(1, device=device)
-    for _ in range(5):
-        dist.all_reduce(element, group=group)
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(20):
-        dist.all_reduce(element, group=group)
-    _wait(device)
+    for calls in (5, 20):  # the first ones warm up
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            dist.all_reduce(element, group=group)
+        _wait(device)
     return (time.perf_counter() - start) / 20
 
 

@@ -62,7 +62,6 @@ def meet(wait_s: float, name: str = "doctor") -> RollCall:
 
 
 def _explain(values: Sequence[Any], wait_s: float) -> str:
-    """Return a message with the ranks that did not connect, their nodes, and what to check."""
     connected = [fact for fact in values if isinstance(fact, Mapping)]
     per_node = next((fact["ranks_per_node"] for fact in connected if fact.get("ranks_per_node")), None)
     hosts = {fact["rank"] // per_node: fact["host"] for fact in connected} if per_node else {}
@@ -82,12 +81,13 @@ def collect(device: torch.device) -> dict[str, Any]:
     host, address, shm = socket.gethostname(), None, Path("/dev/shm")
     with suppress(OSError):  # the name has no address
         address = socket.gethostbyname(host)
+    described, versions = _device(device)
     return {
         "rank": runtime.rank(),
         "ranks_per_node": runtime.ranks_per_node(),
         "host": host,
-        "device": _device(device),
-        "versions": _installed(device),
+        "device": described,
+        "versions": versions,
         "settings": runtime.settings(*SETTINGS),
         "visible": runtime.settings(*VISIBLE),
         "interfaces": dict(_network()),
@@ -99,22 +99,19 @@ def collect(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _device(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {"name": str(device), "kind": platform.processor() or platform.machine(), "id": None, "memory": None}
-    cuda = torch.cuda.get_device_properties(device)
-    return {"name": str(device), "kind": cuda.name, "id": str(cuda.uuid), "memory": cuda.total_memory}
-
-
-def _installed(device: torch.device) -> dict[str, str]:
+def _device(device: torch.device) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what a device is, and the versions of what it runs on."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "meshpar": meshpar.__version__}
+    kind: dict[str, Any] = {"kind": platform.processor() or platform.machine(), "id": None, "memory": None}
     if device.type == "cuda":
         from torch.cuda import nccl
 
+        cuda = torch.cuda.get_device_properties(device)
+        kind = {"kind": cuda.name, "id": str(cuda.uuid), "memory": cuda.total_memory}
         driver = Path("/proc/driver/nvidia/version")
         versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, nccl.version()))}
         versions["driver"] = driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else "unknown"
-    return versions
+    return {"name": str(device), **kind}, versions
 
 
 def _network() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -194,7 +191,6 @@ def _listen(stack: ExitStack) -> list[Any]:
 
 
 def _unreached(rank: int, firsts: dict[str, int], met: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """Return the hosts that this one cannot connect to, with the reason."""
     hosts = list(firsts.items())
     here = next(number for number, (_, first) in enumerate(hosts) if first == rank)
     ring = (hosts[here + 1 :] + hosts[:here])[:_NEIGHBOURS]
@@ -279,7 +275,7 @@ def main(arguments: Sequence[str]) -> int:
             report = compare_products(report, device)
             profile = measured_profile(report.facts, device) if "profile" in options else ""
     if runtime.is_main():
-        print(report_text(report, spec), flush=True)
+        print("\n".join(report_lines(report, spec)), flush=True)
         if profile:
             Path(options["profile"]).write_text(profile, encoding="utf-8")
             print(f"profile: {options['profile']}")
@@ -313,48 +309,35 @@ def compare_products(report: Report, device: torch.device) -> Report:
     return replace(report, findings=(*report.findings, *product_findings(report.facts, products)))
 
 
-def report_text(report: Report, spec: MeshSpec) -> str:
-    lines = [*_machines(report.facts), "", *_ranks(report.facts, spec), *_axes(report, spec), ""]
-    lines += [f"note: {note}" for note in report.notes]
-    return "\n".join([*lines, findings_text(report.findings)])
-
-
-def findings_text(findings: Sequence[Finding]) -> str:
-    if not findings:
-        return "nothing is wrong"
-    return "\n".join(f"{number:>2}. {finding}" for number, finding in enumerate(findings, 1))
-
-
-def _machines(facts: Sequence[Facts]) -> Iterator[str]:
-    first, hosts = facts[0], len(hosts_of(facts))
+def report_lines(report: Report, spec: MeshSpec) -> Iterator[str]:
+    """Yield the machines, the ranks, the axes, notes and findings."""
+    facts, first, axes = report.facts, report.facts[0], list(spec.axes)
+    hosts = len(hosts_of(facts))
     counted = f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}"
     yield f"{counted}: {ranks_text(facts)}"
     yield ", ".join(f"{name} {value}" for name, value in first["versions"].items())
-    settings = [f"{name}={value}" for name, value in first["settings"].items()]
-    if settings:
+    if settings := [f"{name}={value}" for name, value in first["settings"].items()]:
         yield f"settings of rank 0: {' '.join(settings)}"
-    ports = [f"{port['port']} {port['rate']} ({port['state']})" for port in first["infiniband"]]
-    if ports:
+    if ports := [f"{port['port']} {port['rate']} ({port['state']})" for port in first["infiniband"]]:
         yield f"InfiniBand of {first['host']}: {', '.join(ports)}"
-
-
-def _ranks(facts: Sequence[Facts], spec: MeshSpec) -> Iterator[str]:
-    axes = list(spec.axes)
-    head = ["rank", "host", "device", *axes]
     rows = [
         [str(fact["rank"]), fact["host"], f"{fact['device']['name']} {fact['device']['kind']}".strip()]
         + [str(spec.coordinates(fact["rank"])[axis]) for axis in axes]
         for fact in facts[:_ROWS]
     ]
-    yield from table(head, rows)
+    yield from ("", *table(["rank", "host", "device", *axes], rows))
     if len(facts) > _ROWS:
         yield f"... and {len(facts) - _ROWS} ranks more"
-
-
-def _axes(report: Report, spec: MeshSpec) -> Iterator[str]:
-    axes = spans(spec, [fact["host"] for fact in report.facts])
-    rows = [[f"{span.axis}={span.size}", "one host" if span.most == 1 else f"{span.most} hosts"] for span in axes]
+    widths = spans(spec, [fact["host"] for fact in facts])
+    rows = [[f"{span.axis}={span.size}", "one host" if span.most == 1 else f"{span.most} hosts"] for span in widths]
     yield from ("", *table(["axis", "a group spans"], rows)) if rows else ()
+    yield ""
+    yield from (f"note: {note}" for note in report.notes)
+    yield findings_text(report.findings)
+
+
+def findings_text(findings: Sequence[Finding]) -> str:
+    return "\n".join(f"{number:>2}. {finding}" for number, finding in enumerate(findings, 1)) or "nothing is wrong"
 
 
 if __name__ == "__main__":

@@ -66,7 +66,6 @@ def build_shape(recipe: Recipe) -> nn.Module:
 
 
 def teacher_shape(recipe: Recipe) -> nn.Module:
-    """Return the frozen teacher as :func:`build_shape` returns the model."""
     assert recipe.teacher is not None
     return build_teacher(recipe, vocabulary_for(recipe, recipe.teacher.model))
 
@@ -139,13 +138,11 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
 
 
 def schedule_of(recipe: Recipe, data_size: int) -> Schedule:
-    """Return the learning rate over the run of ``data_size`` data ranks."""
     lr = scaled_rate(recipe.optimizer.lr, recipe.optimizer.scale_lr, data_size)
     return build(Schedule, recipe.schedule, lr=lr)
 
 
 def settings_of(recipe: Recipe) -> TrainSettings:
-    """Return how long to train, and what to do how often."""
     bounds = recipe.validation.model_dump(exclude={"weights"})
     return build(TrainSettings, recipe.training, checkpoint_every=recipe.checkpoint.every, seed=recipe.seed, **bounds)
 

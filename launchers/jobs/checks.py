@@ -62,7 +62,6 @@ class JobFacts:
     no_vocabulary: str = ""
 
     def sees(self, *headings: str) -> bool:
-        """Return whether all classes under these headings may be imported."""
         return self.unseen.isdisjoint(headings)
 
 
@@ -86,7 +85,6 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
 
 
 def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
-    """Return what this machine lacks to run ``ranks`` ranks of a recipe."""
     kind, here = build.device_type(recipe), default_device_type()
     problems = build.plan_of(recipe).machine_problems(kind)
     if kind != here and not runtime.on_host(kind):
@@ -207,7 +205,6 @@ def _objective(facts: JobFacts) -> Problems:
 
 
 def _plan(facts: JobFacts) -> Problems:
-    """Yield the problems of the plan on the model, and of what depends on both."""
     recipe, training = facts.recipe, facts.recipe.training
     if not facts.sees("data", "training", "model", "passes"):
         return
@@ -294,7 +291,6 @@ def untried(recipe: Recipe) -> Iterator[str]:
 
 
 def _file_problems(recipe: Recipe) -> Problems:
-    """Yield the problems of the data's files; the beginning of each is read."""
     for name in ("dataset", "validation_dataset"):
         if (dataset := getattr(recipe.data, name)) is not None:
             try:

@@ -45,8 +45,6 @@ _ORIGIN = (
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedSplit:
-    """The samples of a user's own datasets; ``validation`` is None without validation data."""
-
     train: MappedSamples
     validation: MappedSamples | None
 
@@ -60,7 +58,6 @@ class MixedSplit:
 
     @property
     def train(self) -> TokenFile:
-        """The file with the largest vocabulary."""
         return max((part.train for part in self.parts.values()), key=lambda file: file.vocab_size)
 
 
@@ -74,18 +71,15 @@ class Data:
 
     @property
     def tokens(self) -> TokenSplit:
-        """The files of packed text."""
         assert isinstance(self.split, TokenSplit)
         return self.split
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: every id is smaller."""
         return self.split.train.vocab_size
 
     @property
     def facts(self) -> DataFacts:
-        """Values of the data that a model's config needs."""
         file = self.split.train
         if isinstance(file, MappedSamples):
             return DataFacts()
@@ -118,7 +112,6 @@ def several_documents(recipe: Recipe) -> bool:
 
 
 def vocab_size_of(recipe: Recipe) -> int:
-    """Return the vocabulary of a recipe's data without preparing it."""
     data = recipe.data
     if data.dataset is not None:
         size = own_samples(recipe, data.dataset).vocab_size
@@ -281,7 +274,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence
 
 
 def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Batches | None]:
-    """Return training and validation batches of this data rank."""
     section = recipe.data
     loader = LoaderSettings(
         workers=section.workers,
@@ -357,7 +349,6 @@ def own_samples(recipe: Recipe, section: Own) -> MappedSamples:
 
 
 def sequence_of(recipe: Recipe) -> int:
-    """Return the tokens of a sample: those of a user's own dataset are looked at."""
     if recipe.data.dataset is None:
         return recipe.data.sequence_length
     first = own_samples(recipe, recipe.data.dataset).first

@@ -217,7 +217,6 @@ class Saver:
         *,
         averages: Mapping[str, Averaged] | None = None,
     ) -> object:
-        """Save and commit. Collective."""
         extra, metrics = self._noted(step, extra)
         self._before()
         # An existing step is a damaged one, before which the run resumed.
@@ -230,11 +229,9 @@ class Saver:
         self._manager.amend(step, *self._noted(step, extra))
 
     def wait(self, *, copied: bool = False) -> None:
-        """Wait for a save in the background, or until it has copied the parameters."""
         (self._manager.before_step if copied else self._manager.wait)()
 
     def _noted(self, step: int, extra: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, float]]:
-        """Return what a step is saved with, and its metrics."""
         metrics = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
         if self._best and self._best not in metrics and not extra["owes"] and runtime.is_main():
             text = "checkpoint.best: step %d has no %s and cannot be it; it has %s"

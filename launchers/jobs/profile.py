@@ -232,7 +232,6 @@ class Profiled:
         return getattr(self._data, name)
 
     def __iter__(self) -> Iterator[list[TensorBatch]]:
-        """Yield the steps of the data."""
         batches = iter(self._data)
         for _ in range(WARM):
             yield next(batches)
@@ -343,7 +342,6 @@ def _pause(tracer: profile) -> None:
 
 
 def at_the_peak(held: Mapping[str, int], phases: tuple[Phase, ...]) -> dict[str, int]:
-    """Return the bytes of each holder at the peak."""
     now, most = dict(held), sum(held.values())
     found = dict(now)
     for event in (event for phase in phases for event in phase.events):

@@ -185,7 +185,6 @@ def forecast_feedback(recipe: Recipe, device: torch.device, console: Reporter) -
 
 
 def profile_of(device: torch.device) -> str | None:
-    """Return the hardware profile of a device; None if there is none."""
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()

@@ -58,7 +58,6 @@ class Classes:
 
     @property
     def unseen(self) -> dict[Place, str]:
-        """The import paths that may not be imported, by place."""
         return {} if self.trusted else dict(self.paths)
 
     def origins(self) -> str:
@@ -114,7 +113,6 @@ def has_keyword(factory: Any, name: str) -> bool:
 
 
 def wants_teacher(factory: Any) -> bool:
-    """Return whether an objective is made with a teacher."""
     return isinstance(factory, type) and has_keyword(factory, _TEACHER)
 
 
@@ -159,7 +157,6 @@ def read_passes(
 
 
 def default_passes(mesh: MeshSpec | str | None) -> list[Written]:
-    """Return the passes that a mesh's axes call for."""
     if mesh is None:
         return []
     if isinstance(mesh, str) and not is_auto(mesh):

@@ -87,7 +87,6 @@ class Own(Section):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The keywords as written."""
         return dict(self.model_extra or {})
 
 
@@ -123,7 +122,6 @@ def model_config(section: Any, vocab_size: int) -> TransformerConfig | GPT2Confi
 
 
 def rounded_vocabulary(size: int) -> int:
-    """Return a vocabulary that every usual tensor axis divides."""
     return -(-size // 64) * 64
 
 
@@ -249,7 +247,6 @@ class DataSection(Section):
 
     @property
     def validates(self) -> bool:
-        """True where there is anything to validate on."""
         own = self.validation_paths or self.validation_fraction or self.validation_dataset
         return bool(own) or any(part.validation_paths for part in self.mix)
 

@@ -93,7 +93,6 @@ def read_document(path: Path) -> Document:
 
 
 def parse_document(text: str, name: str) -> Document:
-    """Read text; see :func:`read_document`."""
     if len(text) > _SIZE:
         raise RecipeError(f"{name} is no recipe: it has more than {_SIZE:,} characters")
     try:
@@ -138,7 +137,6 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:
-    """Return the text of plain data, in its order."""
     return yaml.dump(json.loads(json.dumps(data)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -258,7 +258,6 @@ def _read(hint: object, text: str) -> object:
 
 
 def _escaped(word: str) -> str:
-    """Return text with line breaks as bash reads it: ``$'...'``."""
     return "$'" + "".join(c if c.isprintable() and c not in "'\\" else f"\\U{ord(c):08x}" for c in word) + "'"
 
 
@@ -269,7 +268,6 @@ class Template(string.Template):
 
 
 def template_text(name: str) -> str:
-    """Return the text of a template of this package."""
     return (resources.files("meshpar.launchers.targets") / name).read_text(encoding="utf-8")
 
 

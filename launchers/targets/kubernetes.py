@@ -44,7 +44,6 @@ class OnKubernetes(Target):
         return ["kubectl", "create", "-f", str(path)]
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
-        """Return names and states by ``kubectl get``."""
         files = [word for job in jobs for word in ("-f", str(job.file))]
         answer = ask(["kubectl", "get", *_BOUNDED, "--ignore-not-found", "--output=json", *files])
         read: dict[str, Any] = json.loads(answer) if answer else {"items": []}
@@ -53,22 +52,18 @@ class OnKubernetes(Target):
         return [(job.label, states.get(job.label, "")) for job in jobs]
 
     def status(self, job: Launched) -> str:
-        """Return what kubectl says of the job's objects and of its pods."""
         objects = ask(["kubectl", "get", *_BOUNDED, "--ignore-not-found", "-f", str(job.file)])
         return f"{objects}\n{ask(['kubectl', 'get', 'pods', *_BOUNDED, '--output=wide', *_selected(job)])}"
 
     def logs(self, job: Launched, *, follow: bool) -> Sequence[str]:
-        """Return the kubectl command that prints the output of the job's pods."""
         bounded = ["--follow", "--max-log-requests=1024"] if follow else _BOUNDED
         return ["kubectl", "logs", *bounded, "--all-containers", "--prefix", "--tail=-1", *_selected(job)]
 
     def cancel(self, job: Launched) -> str:
-        """Delete the objects of the job file."""
         return ask(["kubectl", "delete", *_BOUNDED, "--ignore-not-found", "--wait=false", "-f", str(job.file)])
 
 
 def _selected(job: Launched) -> list[str]:
-    """Return the options that select the job's pods."""
     try:
         documents = list(yaml.load_all(job.file.read_text(encoding="utf-8"), Loader=BoundedLoader))
         ours = next(document for document in documents if document["kind"] in _PODS)
@@ -130,7 +125,6 @@ class Kubernetes(OnKubernetes):
     patch: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the options together."""
         if self.kueue and self.volcano:
             yield "kueue and volcano: each starts the job by itself; give one of them"
 
@@ -142,7 +136,6 @@ class Kubernetes(OnKubernetes):
             yield f"without -o claim=NAME, {self.workdir} {lost}"
 
     def render(self, job: Job) -> Mapping[str, str]:
-        """Return the file for kubectl and the files beside it."""
         name = job.label
         head = f"{name}-{_PART}-0-0.{name}" if self.jobset else f"{name}-0.{name}"
         storage = {"persistentVolumeClaim": {"claimName": self.claim}} if self.claim else {"emptyDir": {}}
@@ -233,7 +226,6 @@ class TrainJob(OnKubernetes):
     patch: tuple[str, ...] = ()
 
     def render(self, job: Job) -> Mapping[str, str]:
-        """Return the file for kubectl and the files beside it."""
         enter = f"cd {shlex.quote(self.workdir)}\n" if self.workdir else ""
         values = {
             **_shared(self, job),
@@ -245,7 +237,6 @@ class TrainJob(OnKubernetes):
 
 
 def _shared(target: Kubernetes | TrainJob, job: Job) -> dict[str, object]:
-    """Return the values that both templates have."""
     limits = {"nvidia.com/gpu": str(job.gpus_per_node or ""), "cpu": target.cpu, "memory": target.memory}
     return {
         "name": job.label,

@@ -65,11 +65,9 @@ class LaunchRequest:
 
     @property
     def ranks_per_node(self) -> int:
-        """Number of ranks on each node."""
         return self.nproc or self.gpus_per_node
 
     def place_mesh(self, text: str) -> MeshSpec:
-        """Return a mesh on the request's ranks."""
         nodes, ranks = self.nodes, self.ranks_per_node
         try:
             return MeshSpec.placed(text, nodes * ranks, ranks)
@@ -332,7 +330,6 @@ def _number(path: Path) -> tuple[Path, int, str]:
 
 
 def _read(path: Path) -> tuple[str, Target, Launched]:
-    """Return the target's name, the target and the job."""
     try:
         read = read_json(ReadFile(path, links=False))
         name, folder = read["target"], path.parent.absolute()

@@ -75,11 +75,9 @@ class SkyPilot(Target):
         return {f"~/sky_workdir/{folder}" if relative else str(run): source}
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return the SkyPilot command that submits a managed job."""
         return ["sky", "jobs", "launch", "--yes", "--detach-run", str(path)]
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
-        """Return names and states by ``sky jobs queue``."""
         rows = json.loads(ask(["sky", "jobs", "queue", "--all", "--output=json"]))
         newest_last = {row["job_name"]: row["status"] or "" for row in sorted(rows, key=lambda row: row["job_id"])}
         return [(job.label, newest_last.get(job.label, "")) for job in jobs]
@@ -89,9 +87,7 @@ class SkyPilot(Target):
         return ask(["sky", "jobs", "queue"])
 
     def logs(self, job: Launched, *, follow: bool) -> Sequence[str]:
-        """Return the ``sky`` command that prints the job's output."""
         return ["sky", "jobs", "logs", "--follow" if follow else "--no-follow", f"--name={job.label}"]
 
     def cancel(self, job: Launched) -> str:
-        """End the job by ``sky jobs cancel``."""
         return ask(["sky", "jobs", "cancel", "--yes", f"--name={job.label}"])

@@ -86,7 +86,6 @@ class Slurm(Target):
     setup: Shell = Shell("")
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the options together."""
         try:
             words = self._further()
         except ValueError as error:
@@ -122,7 +121,6 @@ class Slurm(Target):
             )
 
     def render(self, job: Job) -> Mapping[str, str]:
-        """Return the batch script and the files beside it."""
         options = {name: getattr(self, name.replace("-", "_")) for name in _OPTIONS}
         options["gpus-per-node"] = 0 if self.gres else job.gpus_per_node
         lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value]
@@ -192,7 +190,6 @@ class Slurm(Target):
         return f'{words} \\\n  --node-rank="$SLURM_NODEID" --head="$MESHPAR_HEAD" --run-id="$MESHPAR_RUN_ID"'
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return the sbatch command that submits the job."""
         return ["sbatch", str(path)]
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
@@ -216,7 +213,6 @@ class Slurm(Target):
         return answers
 
     def status(self, job: Launched) -> str:
-        """Return what squeue says of the job."""
         numbers = ",".join(_numbers(job, _queue()))
         with suppress(LaunchError):  # squeue refuses a number that it has forgotten
             line = "--format=%i: %T for %M of %l on %N, reason: %r"
@@ -224,14 +220,12 @@ class Slurm(Target):
         return ""
 
     def logs(self, job: Launched, *, follow: bool) -> Sequence[str]:
-        """Return the command that prints the files of the job's output."""
         files = sorted(map(str, job.folder.glob(_OUTPUT)))
         if not files:
             raise LaunchError(f"there is no output in {job.folder} yet; the job has not started")
         return ["tail", "--quiet", "--lines=+1", *(["--follow"] if follow else []), *files]
 
     def cancel(self, job: Launched) -> str:
-        """End the job by scancel."""
         return ask(["scancel", *_numbers(job, _queue())])
 
 
