@@ -72,7 +72,11 @@ def beside(step: Place, given: Path | None = None) -> Beside:
             tokenizer = next(iter(sources), None)
         config = dict(read_manifest(step).config)
         if recipe is not None and recipe.adapters is not None:
-            config = recipe.first_config()
+            first = next((source for source in sources if (source / "config.json").is_file()), None)
+            if first is None and isinstance(recipe.config, Mapping):
+                config = dict(recipe.config)
+            else:
+                config = config_in(expanded(place(str(recipe.weights))) if first is None else first)
     generation = next((_json(file) for file in files if file.name == _GENERATION), {})
     config, generation = _end_texts(config, end) if config else config, _end_texts(generation, end, config)
     return Beside(config, generation, tokenizer, tuple(file for file in files if file.name != _GENERATION))
@@ -91,13 +95,6 @@ class RunRecipe:
         """Return the folders of the weights and of the config from which the run started, where they exist."""
         folders = [expanded(place(name)) for name in (self.weights, self.config) if isinstance(name, str)]
         return [folder for folder in folders if folder.is_dir()]
-
-    def first_config(self) -> dict[str, Any]:
-        """Return the config of the run's first weights, otherwise that of the recipe."""
-        folder = next((source for source in self.sources() if (source / "config.json").is_file()), None)
-        if folder is None and isinstance(self.config, Mapping):
-            return dict(self.config)
-        return config_in(expanded(place(str(self.weights))) if folder is None else folder)
 
 
 def _recipe_of(run: Place) -> RunRecipe | None:
@@ -219,7 +216,12 @@ def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, over
     source = weights_in(base)
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
     linear = [layer for layer in layers if f"{layer}.weight" in source.shapes()]
-    turned = any(tuple(source.shapes()[f"{layer}.weight"]) != _shape(adapters, layer) for layer in linear[:1])
+    # GPT-2's Conv1D stores a linear layer's weight transposed
+    turned = any(
+        tuple(source.shapes()[f"{layer}.weight"])
+        != (len(adapters[f"{layer}.lora_B.weight"]), adapters[f"{layer}.lora_A.weight"].shape[1])
+        for layer in linear[:1]
+    )
     below = expanded(base).absolute()
     config = config_of(settings, linear, base_model_name_or_path=str(below), fan_in_fan_out=turned, inference_mode=True)
     files = beside(open_step(src))
@@ -249,11 +251,6 @@ def stored_adapters(src: Place) -> dict[str, torch.Tensor]:
     if not adapters:
         raise CheckpointError(f"{src} has no adapters; export it with `meshpar export`")
     return adapters
-
-
-def _shape(adapters: Mapping[str, torch.Tensor], layer: str) -> tuple[int, int]:
-    """Return the shape of a linear layer's weight; GPT-2's Conv1D stores it transposed."""
-    return adapters[f"{layer}.lora_B.weight"].shape[0], adapters[f"{layer}.lora_A.weight"].shape[1]
 
 
 def export_run(

@@ -65,7 +65,6 @@ class RollCall:
         self._let_read("part", range(self._count))
 
     def _let_read(self, name: str, members: Collection[int]) -> None:
-        """Keep the store, which may be member 0's, open until the other members have read from it."""
         self._store.set(f"{name}/read/{self.member}", "")
         deadline, keys = time.monotonic() + _READ_S, [f"{name}/read/{member}" for member in members]
         while self.member == 0 and time.monotonic() < deadline and not all(self._store.check([key]) for key in keys):
@@ -175,10 +174,10 @@ def children(mark: Path | None = None, *, of: int | None = None) -> list[int]:
     for path in Path(f"/proc/{of or os.getpid()}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended by now
             pids += map(int, path.read_text(encoding="ascii").split())
-    return [pid for pid in pids if mark is None or os.fsencode(mark) in _words(pid)]
-
-
-def _words(process: int) -> list[bytes]:
-    with suppress(OSError):  # it may be gone by now
-        return Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-    return []
+    if mark is None:
+        return pids
+    marked = []
+    for pid in pids:
+        with suppress(OSError):  # it may be gone by now
+            marked += [pid] if os.fsencode(mark) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") else []
+    return marked

@@ -81,8 +81,12 @@ def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> No
 
 
 @contextmanager
-def tell_first(logs: Path, rank: int) -> Iterator[None]:
-    """Let the rank that fails first show its traceback; all other ranks name it in a LaunchError."""
+def tell_first(logs: Path, rank: int, step: str) -> Iterator[None]:
+    """In a ``step`` of srun, let the rank that fails first show its traceback; the others name it in a LaunchError."""
+    if not step:  # torchrun does so itself
+        yield
+        return
+    logs = logs / step
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, final
@@ -87,11 +87,6 @@ def adopt_rank(given: Given, placement: Mapping[str, object]) -> str | None:
         return None
     refuse_placement(placement)
     return step
-
-
-def report_first_error(logs: Path, step: str) -> AbstractContextManager[None]:
-    """Report the first error of all ranks of a step of srun; torchrun does so itself."""
-    return failures.tell_first(logs / step, runtime.rank()) if step else nullcontext()
 
 
 def drop_unset(placement: Mapping[str, object]) -> Given:
@@ -290,12 +285,11 @@ def _numa(ranks: int) -> dict[str, Any]:
 
 def _set_environment(placement: Placement) -> None:
     """Set the environment that the ranks inherit, where the user has not."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     suggested = {
         # "Gloo connectFullMesh failed": with torch 2.13's default, restarted ranks reuse the failed ranks' TCPStore,
         # read stale addresses there and fail every time. With this setting each start makes a new store.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": str(max(1, cores // placement.ranks)),
+        "OMP_NUM_THREADS": str(terms.threads(placement.ranks)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(terms.SHUTDOWN_S),
     }
     if torch.cuda.is_available() and not terms.setting("PYTORCH_CUDA_ALLOC_CONF"):

@@ -52,7 +52,9 @@ class Meeting:
 
     def __enter__(self) -> Meeting:
         if self._node == 0 and self._nodes > 1:
-            self._server = _serve()
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            self._server = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
             self._server.setblocking(False)
             self._address.publish(f"{socket.gethostname()}:{self._server.getsockname()[1]} {secrets.token_hex(8)}")
         return self
@@ -271,12 +273,6 @@ class _Link:
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _serve() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 @final

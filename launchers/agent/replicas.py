@@ -156,7 +156,8 @@ class _Replica:
             "MESHPAR_REPLICA": str(number),
             "MESHPAR_REPLICAS": str(division.count),
             "MESHPAR_FIRST_DEVICE": str(division.here.index(number) * division.ranks_here),
-            "OMP_NUM_THREADS": terms.setting("OMP_NUM_THREADS") or str(_threads(division)),
+            "OMP_NUM_THREADS": terms.setting("OMP_NUM_THREADS")
+            or str(terms.threads(division.ranks_here * len(division.here))),
         }
         if terms.series():  # starts without a step are counted for each replica
             changes["MESHPAR_JOB_ID"] = f"{terms.series()}-{number}"
@@ -191,7 +192,15 @@ class _Replica:
         meeting, deadline = self._meeting, math.inf
         series = {"MESHPAR_JOB_ID": start.series} if self._division.nodes > 1 else {}
         variables = {**series, **self._environment, "TORCHFT_LIGHTHOUSE": address}
-        self._process = process = subprocess.Popen(self._command(start), env=variables, start_new_session=True)
+        division = self._division
+        command = [*_RUN, f"--nproc={division.ranks_here}", f"--logs={self._logs}"]
+        if division.nodes == 1:
+            command.append(f"--restarts={self._restarts}")
+        else:
+            command += [f"--nodes={division.nodes}", f"--node-rank={division.node}"]
+            command += [f"--head={start.head}", f"--run-id={start.run_id}"]
+        command.append(str(self._recipe))
+        self._process = process = subprocess.Popen(command, env=variables, start_new_session=True)
         while meeting.lost is None and not self._has_ended(process):
             meeting.keep()
             failed = [code for code in meeting.codes.values() if code]
@@ -213,14 +222,6 @@ class _Replica:
         )
         _kill(process)
         return 128 + self._stopped if self._stopped else RETRY
-
-    def _command(self, start: Start) -> list[str]:
-        division = self._division
-        command = [*_RUN, f"--nproc={division.ranks_here}", f"--logs={self._logs}"]
-        if division.nodes == 1:
-            return [*command, f"--restarts={self._restarts}", str(self._recipe)]
-        command += [f"--nodes={division.nodes}", f"--node-rank={division.node}"]
-        return [*command, f"--head={start.head}", f"--run-id={start.run_id}", str(self._recipe)]
 
     def _has_ended(self, process: subprocess.Popen[bytes]) -> bool:
         with suppress(subprocess.TimeoutExpired):
@@ -268,11 +269,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-
-
-def _threads(division: Division) -> int:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // (division.ranks_here * len(division.here)))
 
 
 @contextmanager

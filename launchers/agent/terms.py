@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -113,17 +114,6 @@ def kubeflow() -> dict[str, str]:
     return {name.removeprefix("PET_"): value for name, value in os.environ.items() if name.startswith("PET_")}
 
 
-def srun() -> Mapping[str, str]:
-    """Return the variables of a step of several srun tasks; empty outside of one, and under torchrun."""
-    slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
-    if "RANK" in os.environ or not {"SLURM_PROCID", "SLURM_STEP_ID"} <= slurm.keys():
-        return {}
-    tasks = slurm.get("SLURM_STEP_NUM_TASKS", "1")
-    if not tasks.isdigit():
-        raise LaunchError(f"SLURM_STEP_NUM_TASKS is {tasks!r}; expected the number of tasks of this step")
-    return slurm if int(tasks) > 1 else {}
-
-
 def inherited(changes: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **changes}
 
@@ -135,9 +125,14 @@ def suggest(values: Mapping[str, str]) -> None:
 
 
 def adopt_srun() -> str:
-    """Set RANK and the others from srun's variables; return the step's id, empty outside of such a step."""
-    step = srun()
-    if not step:
+    """Set RANK and the others in a step of several srun tasks; return its id, empty outside and under torchrun."""
+    step = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
+    if "RANK" in os.environ or not {"SLURM_PROCID", "SLURM_STEP_ID"} <= step.keys():
+        return ""
+    tasks = step.get("SLURM_STEP_NUM_TASKS", "1")
+    if not tasks.isdigit():
+        raise LaunchError(f"SLURM_STEP_NUM_TASKS is {tasks!r}; expected the number of tasks of this step")
+    if int(tasks) < 2:
         return ""
     try:
         job = int(step["SLURM_JOB_ID"]) + int(step["SLURM_STEP_ID"])
@@ -156,6 +151,12 @@ def adopt_srun() -> str:
         ) from error
     suggest(values)
     return f"{step['SLURM_JOB_ID']}.{step['SLURM_STEP_ID']}-{step.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def threads(ranks: int) -> int:
+    """Return the threads of each of so many ranks of this machine."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // ranks)
 
 
 def first_node(text: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -218,18 +218,14 @@ _NAMED = {
 
 def keys_text() -> str:
     """Return every key of a recipe with its type, default and meaning, as a page of Markdown."""
-    return "\n".join(_lines())
-
-
-def _lines() -> Iterator[str]:
-    yield "# Keys of a recipe\n"
-    yield "`meshpar check --keys` prints this page. Every key can be set on the command line: `training.steps=500`."
-    yield "Relative paths start in the working directory of the command.\n"
+    lines = [
+        "# Keys of a recipe\n",
+        "`meshpar check --keys` prints this page. Every key can be set on the command line: `training.steps=500`.",
+        "Relative paths start in the working directory of the command.\n",
+    ]
     for title, section, documented in _SECTIONS:
         sources = (*documented, section)
-        yield f"## {title}\n"
-        yield "| key | type | default | meaning |"
-        yield "| --- | --- | --- | --- |"
+        lines += [f"## {title}\n", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         classes = [source for source in sources if dataclasses.is_dataclass(source)]
         defaults = {field.name: field.default for source in classes for field in dataclasses.fields(source)}
         meanings = {name: text for source in sources for name, text in attributes(source).items()}
@@ -241,8 +237,10 @@ def _lines() -> Iterator[str]:
             value = field.get_default(call_default_factory=True)
             default = _default(value if written else defaults.get(name, value))
             default = field.description or "required" if field.is_required() else default
-            yield f"| `{field.alias or name}` | {_cell(takes)} | {_cell(default)} | {_cell(meanings.get(name, ''))} |"
-        yield ""
+            cells = map(_cell, (takes, default, meanings.get(name, "")))
+            lines.append(f"| `{field.alias or name}` | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def attributes(cls: type) -> dict[str, str]:

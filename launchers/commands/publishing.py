@@ -56,7 +56,13 @@ def export(
     if every is not None and (not watched or best is not None):
         raise CheckpointError("--every chooses steps of --watch; pass --watch, and either --every or --best")
     if repository is not None:
-        check_repository(repository)
+        library = need("huggingface_hub.utils", extra="transformers")
+        try:
+            library.validate_repo_id(repository)
+        except ValueError as error:
+            raise MeshparError(f"--push: expected owner/name, got {repository!r}: {error}") from error
+        if repository.count("/") != 1:
+            raise MeshparError(f"--push: expected owner/name, got {repository!r}")
 
     def local(path: PlaceLike) -> DiskPath:
         return on_disk(path, why="--watch, --push and --measure work on a disk; export without them")
@@ -136,16 +142,6 @@ def _release_dead(steps: Steps) -> None:
             continue  # a user's pin is empty
         if dead:
             pin.unlink(missing_ok=True)
-
-
-def check_repository(name: str) -> None:
-    library = need("huggingface_hub.utils", extra="transformers")
-    try:
-        library.validate_repo_id(name)
-    except ValueError as error:
-        raise MeshparError(f"--push: expected owner/name, got {name!r}: {error}") from error
-    if name.count("/") != 1:
-        raise MeshparError(f"--push: expected owner/name, got {name!r}")
 
 
 def push(exported: Path, name: str, *, dry_run: bool) -> str:

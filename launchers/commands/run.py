@@ -10,6 +10,7 @@ from pathlib import Path
 from meshpar.core import runtime
 from meshpar.core.errors import LaunchError
 from meshpar.launchers.agent import local, terms
+from meshpar.launchers.agent.failures import tell_first
 from meshpar.launchers.agent.local import Given, launch, place_ranks
 from meshpar.launchers.jobs.worker import run_code
 
@@ -42,7 +43,7 @@ def run(
         )
     logs = logs or Path("runs") / (Path(what).stem if kind == "script" else what.rpartition(".")[2]) / "logs"
     if (step := local.adopt_rank(options, placement)) is not None:
-        with local.report_first_error(logs, step):
+        with tell_first(logs, runtime.rank(), step):
             return run_code(kind, what, arguments)
     return launch({"kind": kind, "what": what, "arguments": tuple(arguments)}, place_ranks(options), logs, sys.stdout)
 

@@ -15,6 +15,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import FullMemoryError, LaunchError, PlanError, RecipeError
 from meshpar.core.mesh import MeshSpec, is_auto
 from meshpar.launchers.agent import local
+from meshpar.launchers.agent.failures import tell_first
 from meshpar.launchers.agent.local import Given, launch_local, launch_recipe, node_range, place_ranks
 from meshpar.launchers.agent.replicas import (
     Division,
@@ -135,7 +136,7 @@ def run_recipe(
     if elastic is not None:
         return _run_replicas(recipe, given, logs, elastic)
     if step is not None:
-        with local.report_first_error(logs or recipe.folder / "logs", step):
+        with tell_first(logs or recipe.folder / "logs", runtime.rank(), step):
             if runtime.is_main():
                 show(recipe)
             return run_as_rank(recipe) or 0

@@ -267,7 +267,10 @@ def fit_recipe(recipe: Recipe, world_size: int, whole: int) -> Recipe:
     if whole in (0, world_size):
         return recipe
     before, now = _fit_mesh(recipe.mesh, whole, world_size)
-    old, ranks_before, ranks_now = recipe.data, _data_ranks(before), _data_ranks(now)
+    old = recipe.data
+    ranks_before, ranks_now = (
+        math.prod(spec.axes.get(axis, 1) for axis in ("dp_replicate", "dp_shard")) for spec in (before, now)
+    )
     batch = old.micro_batch * old.accumulate * ranks_before
     samples = max(1, round(batch / ranks_now))  # of a data rank, in micro-batches that are none larger
     micro_batch = max(size for size in range(1, old.micro_batch + 1) if samples % size == 0)
@@ -292,7 +295,3 @@ def _fit_mesh(text: str, whole: int, left: int) -> tuple[MeshSpec, MeshSpec]:
         return spec, spec.shrunk(left)
     except MeshError as error:
         raise LaunchError(f"{left} of the job's {whole} ranks are left: {error}") from error
-
-
-def _data_ranks(spec: MeshSpec) -> int:
-    return math.prod(spec.axes.get(name, 1) for name in ("dp_replicate", "dp_shard"))

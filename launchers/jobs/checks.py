@@ -81,7 +81,9 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
                 facts = replace(facts, vocab_size=build.vocabulary_for(recipe, recipe.model) or 1)
         except RecipeError as error:
             facts = replace(facts, no_vocabulary=str(error))
-    return [f"{recipe.where(field)}: {text}" for check in _CHECKS for field, text in check(facts)]
+    problems = [problem for check in _CHECKS for problem in check(facts)]
+    problems += replica_problems(recipe) if replica else ()
+    return [f"{recipe.where(field)}: {text}" for field, text in problems]
 
 
 def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
@@ -112,10 +114,6 @@ def _data(facts: JobFacts) -> Problems:
         yield fields.get(recipe.data.source, "data.tokenizer"), facts.no_vocabulary
 
 
-def _replica(facts: JobFacts) -> Problems:
-    yield from replica_problems(facts.recipe) if facts.replica else ()
-
-
 def replica_problems(recipe: Recipe) -> Problems:
     """Yield what ``--elastic=replicas`` does not support in a recipe; plan and data have checks of their own."""
     if recipe.teacher is not None:
@@ -144,22 +142,19 @@ def _folders(facts: JobFacts) -> Problems:
         try:
             there = expanded(place(text))
             if there.mounted:
-                yield from ((field, problem) for problem in _unwritable(Path(str(there)).absolute()))
+                folder = Path(str(there)).absolute()
+                while not folder.exists():
+                    folder = folder.parent
+                if not folder.is_dir():
+                    yield field, f"{folder} is a file; expected a folder, or a path where one can be made"
+                elif not os.access(folder, os.W_OK | os.X_OK):
+                    yield field, f"{folder} is not writable; correct its mode, or choose another folder"
             elif field == "data.cache":
                 yield field, f"{there} is a URL; expected a folder on this machine, where copies of the data are kept"
             else:
                 next(there.iterdir(), None)  # the store answers, and knows us
         except MeshparError as error:
             yield field, str(error)
-
-
-def _unwritable(folder: Path) -> Iterator[str]:
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        yield f"{folder} is a file; expected a folder, or a path where one can be made"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        yield f"{folder} is not writable; correct its mode, or choose another folder"
 
 
 def _named(facts: JobFacts) -> Problems:
@@ -267,7 +262,7 @@ def _optimizer_problems(recipe: Recipe, model: torch.nn.Module, *, shards: bool,
         yield "optimizer.class" if isinstance(section, OwnOptimizer) else "optimizer", str(error)
 
 
-_CHECKS: tuple[Callable[[JobFacts], Problems], ...] = (_data, _replica, _folders, _named, _plugins, _plan, _objective)
+_CHECKS: tuple[Callable[[JobFacts], Problems], ...] = (_data, _folders, _named, _plugins, _plan, _objective)
 
 
 def data_notes(recipe: Recipe) -> list[str]:

@@ -83,7 +83,9 @@ def build_transformers(
     auto_config: Any = transformers.AutoConfig
     with _refused():
         if isinstance(source, Mapping):
-            values = {**_ids(head, facts), **source}
+            ids = {} if facts.eos_id is None else {"eos_token_id": facts.eos_id, "pad_token_id": facts.pad_id}
+            ids |= {"decoder_start_token_id": facts.pad_id or 0} if head == "seq2seq_lm" else {}
+            values = {**ids, **source}
             config = auto_config.for_model(values.pop("model_type"), **values)
         else:
             folder = str(expanded(Path(source)))
@@ -128,11 +130,6 @@ def _refused() -> Iterator[None]:
         yield
     except Exception as error:
         raise RecipeError(f"config: transformers cannot use these values: {brief(error)}") from error
-
-
-def _ids(head: str, facts: DataFacts) -> dict[str, Any]:
-    ids = {} if facts.eos_id is None else {"eos_token_id": facts.eos_id, "pad_token_id": facts.pad_id}
-    return ids | ({"decoder_start_token_id": facts.pad_id or 0} if head == "seq2seq_lm" else {})
 
 
 def with_weights(par: Parallelized, section: Model, seed: int, *, adapters: bool = False) -> Parallelized:

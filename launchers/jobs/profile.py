@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -70,7 +71,9 @@ class Page:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return "\n".join([*self._time(), *self._memory(), *self._advice()]) + "\n"
+        advice = list(self._suggestions()) or ["nothing stands out: the step computes for most of its time"]
+        suggests = ["\nWhat it suggests:\n", *(f"- {line}" for line in advice)]
+        return "\n".join([*self._time(), *self._memory(), *suggests]) + "\n"
 
     def _time(self) -> Iterable[str]:
         times = self.times
@@ -112,11 +115,6 @@ class Page:
         yield ""
         yield from (f"- `{name}`: {what}" for name, what in self.files.items())
 
-    def _advice(self) -> Iterable[str]:
-        yield "\nWhat it suggests:\n"
-        found = list(self._suggestions())
-        yield from (f"- {advice}" for advice in found or ["nothing stands out: the step computes for most of its time"])
-
     def _suggestions(self) -> Iterable[str]:
         times = self.times
         for axis, seconds in times.exposed.items():
@@ -153,9 +151,12 @@ def times_of(trace: Mapping[str, Any], threads: Mapping[int, str] | None = None)
     on_device = [event for event in events if event.get("cat") in _DEVICE]
     if on_device:
         compute = _spans(event for event in on_device if "nccl" not in event["name"].lower())
-        sent = _by_axis((_described(event), event) for event in on_device if "nccl" in event["name"].lower())
+        named = [(event, event.get("args", {}).get("Process Group Description", "")) for event in on_device]
+        pairs = [(str(text or "unnamed group").removeprefix("mesh_"), event) for event, text in named]
+        sent = _by_axis(pair for pair in pairs if "nccl" in pair[1]["name"].lower())
     else:
-        main = _busiest(events)
+        operators = Counter(event["tid"] for event in events if event["name"].startswith("aten::"))
+        main = max(operators, key=lambda thread: operators[thread], default=None)
         compute = _spans(event for event in events if event["tid"] == main and event["name"].startswith("aten::"))
         sent = _gloo(events, threads or {})
     data = _spans(event for event in events if event["name"] == DATA and event.get("cat") == "user_annotation")
@@ -173,11 +174,6 @@ def times_of(trace: Mapping[str, Any], threads: Mapping[int, str] | None = None)
     )
 
 
-def _described(event: Mapping[str, Any]) -> str:
-    text = event.get("args", {}).get("Process Group Description", "") or "unnamed group"
-    return str(text).removeprefix("mesh_")
-
-
 def _gloo(events: Sequence[Mapping[str, Any]], threads: Mapping[int, str]) -> dict[str, list[Interval]]:
     """Return the spans of gloo's collectives by axis; all under one name if a thread is unknown."""
     mine = [event for event in events if event["name"].startswith("gloo:")]
@@ -187,18 +183,10 @@ def _gloo(events: Sequence[Mapping[str, Any]], threads: Mapping[int, str]) -> di
 
 
 def _by_axis(pairs: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, list[Interval]]:
-    found: dict[str, list[Interval]] = {}
+    spans: dict[str, list[Interval]] = {}
     for axis, event in pairs:
-        found.setdefault(axis, []).extend(_spans([event]))
-    return found
-
-
-def _busiest(events: Sequence[Mapping[str, Any]]) -> object:
-    counts: dict[object, int] = {}
-    for event in events:
-        if event["name"].startswith("aten::"):
-            counts[event["tid"]] = counts.get(event["tid"], 0) + 1
-    return max(counts, key=lambda thread: counts[thread], default=None)
+        spans.setdefault(axis, []).extend(_spans([event]))
+    return spans
 
 
 def _spans(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
