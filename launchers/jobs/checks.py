@@ -175,7 +175,8 @@ def _named(facts: JobFacts) -> Problems:
 def _plugins(facts: JobFacts) -> Problems:
     recipe = facts.recipe
     named = [("trackers", registry.TRACKER, name) for name in recipe.trackers]
-    for heading, kind, name in (*named, *(("evaluations", registry.EVALUATION, name) for name in recipe.evaluations)):
+    named += [("evaluations", registry.EVALUATION, name) for name in recipe.evaluations]
+    for heading, kind, name in named:
         try:
             usable(recipe.find(kind, name))
         except UntrustedError:
@@ -303,8 +304,11 @@ def _file_problems(recipe: Recipe) -> Problems:
             try:
                 count = _look_at(recipe, section, path)[0]
                 tokens += count if trained else 0
-                if name not in tokenizers and (made_by := _made_by(recipe, section, path)) is not None:
-                    tokenizers[name] = made_by
+                if recipe.data.mix and name not in tokenizers:
+                    binary = section.source == "tokens"
+                    tokenizer = TokenFile.open(expanded(Path(path))) if binary else _tokenizer_of(recipe)
+                    if tokenizer is not None:
+                        tokenizers[name] = tokenizer.vocab_size, tokenizer.eos_id
             except (RecipeError, OSError) as error:
                 tokens, all_read = sys.maxsize, False
                 text = str(error) if isinstance(error, RecipeError) else f"{path} cannot be read: {brief(error)}"
@@ -317,14 +321,6 @@ def _file_problems(recipe: Recipe) -> Problems:
         samples = max(0, tokens - 1) // recipe.data.sequence_length + 1
         if few := datasets.filling_problem(recipe, samples):
             yield "data.micro_batch", few
-
-
-def _made_by(recipe: Recipe, section: DataSection, path: str) -> tuple[int, int] | None:
-    """Return the vocabulary and the end of text of one source of a mixture; None where they are not known yet."""
-    if not recipe.data.mix:
-        return None
-    tokenizer = TokenFile.open(expanded(Path(path))) if section.source == "tokens" else _tokenizer_of(recipe)
-    return None if tokenizer is None else (tokenizer.vocab_size, tokenizer.eos_id)
 
 
 def _look_at(recipe: Recipe, section: DataSection, path: str) -> tuple[int, tuple[str, ...]]:

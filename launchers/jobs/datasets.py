@@ -302,7 +302,12 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         replicas=this_replica()[1] or 1,
         **share,
     )
-    _check_epochs(recipe, train)
+    mix, steps = getattr(train.samples, "mix", None), recipe.training.steps
+    if mix is not None and mix.total is not None and steps is not None and steps > train.steps_per_epoch:
+        raise RecipeError(
+            f"{recipe.where('training.steps')}: the epochs of the sources in data.mix give {train.steps_per_epoch:,} "
+            f"steps, and training.steps is {steps:,}; lower it, or raise their epochs"
+        )
     # The order is drawn once and equal at every validation, so that its first validate_steps are a fair sample.
     return train, None if validated is None else Batches(validated, seed=recipe.seed, **share)
 
@@ -316,16 +321,6 @@ def _mixed(recipe: Recipe, files: Mapping[str, TokenFile], *, once: bool = False
             raise RecipeError(f"{recipe.where('data.mix')}: {name} has no sample; give it more text")
     weights = [float(len(part)) if once else mix[name].weight for name, part in parts.items()]
     return MixedSamples(parts, weights, [1 if once else mix[name].epochs for name in parts])
-
-
-def _check_epochs(recipe: Recipe, train: Batches) -> None:
-    """Refuse a run that needs more steps than the epochs of its sources give."""
-    mix, steps = getattr(train.samples, "mix", None), recipe.training.steps
-    if mix is not None and mix.total is not None and steps is not None and steps > train.steps_per_epoch:
-        raise RecipeError(
-            f"{recipe.where('training.steps')}: the epochs of the sources in data.mix give {train.steps_per_epoch:,} "
-            f"steps, and training.steps is {steps:,}; lower it, or raise their epochs"
-        )
 
 
 def packed(recipe: Recipe, file: TokenFile) -> PackedTokens:

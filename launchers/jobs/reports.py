@@ -39,12 +39,8 @@ def add_reporters(recipe: Recipe, par: Parallelized, trainer: Trainer, stack: co
         reporters = make(trainer.step)
         trainer.reports.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
     for reporter in trainer.reports.reporters:
-        stack.callback(_close, reporter, trainer)
-
-
-def _close(reporter: Reporter, trainer: Trainer) -> None:
-    """Close a reporter by how the training has ended, which is known when this is called."""
-    reporter.close(trainer.ended)
+        # how the training has ended is known when this is called
+        stack.callback(lambda reporter=reporter: reporter.close(trainer.ended))
 
 
 def _reporters(recipe: Recipe, trainer: Trainer, step: int) -> tuple[Reporter, ...]:
@@ -134,11 +130,9 @@ class ForecastFeedback:
         """Start the forecast in a thread; ``counted``: ``"cuda"`` also compares peak memory."""
         self._recipe, self._hardware, self._console, self._counted = recipe, hardware, console, counted
         self._forecast: Forecast | None = None
-        self._failure = ""
-        self._reports = 0
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._run, args=(runtime.world_size(),), name="forecast", daemon=True
-        )
+        self._failure, self._reports = "", 0
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="forecast", daemon=True)
+        self._ranks = runtime.world_size()
         self._thread.start()
 
     def report(self, record: Metrics) -> None:
@@ -167,9 +161,9 @@ class ForecastFeedback:
     def close(self, ended: Ended = "complete") -> None:
         self._thread = None
 
-    def _run(self, ranks: int) -> None:
+    def _run(self) -> None:
         try:
-            self._forecast = build.forecast_job(self._recipe, self._hardware, ranks)
+            self._forecast = build.forecast_job(self._recipe, self._hardware, self._ranks)
         except Exception as error:  # a job trains on, whatever its forecast does
             log.info("no forecast", exc_info=True)
             self._failure = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
@@ -179,9 +173,8 @@ def forecast_feedback(recipe: Recipe, device: torch.device, console: Reporter) -
     """Return the reporter if the recipe requests a forecast, on hardware with a profile."""
     wanted = recipe.training.forecast
     hardware = wanted if isinstance(wanted, str) else profile_of(device) if wanted else None
-    if hardware is None:
-        return []
-    return [ForecastFeedback(recipe, hardware, console, counted="cuda" if device.type == "cuda" else "cpu")]
+    counted = "cuda" if device.type == "cuda" else "cpu"
+    return [] if hardware is None else [ForecastFeedback(recipe, hardware, console, counted=counted)]
 
 
 def profile_of(device: torch.device) -> str | None:

@@ -260,8 +260,7 @@ def list_jobs(root: Path) -> str:
     launches = list(map(_read, files))
     if not launches:
         raise LaunchError(f"no launches in {root}; expected {root}/NAME/launches/001, which `meshpar launch` writes")
-    states: dict[Path, tuple[str, str]] = {}
-    notes = []
+    states, notes = dict[Path, tuple[str, str]](), []
     targets = {name: target for name, target, _ in reversed(launches)}
     for name in dict.fromkeys(name for name, _, _ in launches):
         jobs = [job for job_name, _, job in launches if job_name == name]
