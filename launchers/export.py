@@ -28,8 +28,8 @@ from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, on_disk
 from meshpar.checkpoints.storage.transfer import copy_file, fetched
 from meshpar.core.errors import CheckpointError, LayoutError
 from meshpar.core.registry import layout_for
-from meshpar.launchers.agent import console
 from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
+from meshpar.launchers.jobs.reports import show_bytes
 from meshpar.launchers.recipes.schema import build, parse_dtype, validate
 from meshpar.launchers.recipes.sections import LoRASection
 from meshpar.launchers.recipes.yamlfile import read_document
@@ -323,7 +323,7 @@ def export_run(
         raise CheckpointError(
             f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype"
         )
-    with console.show_bytes() as advance:
+    with show_bytes() as advance:
         options = ExportOptions(
             dtype=dtype_of(dtype), max_shard_size=bytes_of(max_shard_size), tokenizer=files.tokenizer, progress=advance,
             config=files.config, generation=files.generation, beside=files.files, weights=names, verify=verify,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,8 +28,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import LaunchError, MeshparError, RepeatedFailureError
 from meshpar.launchers.agent import failures, terms
 from meshpar.launchers.agent.check_in import announce_joining, check_in_nodes, children, reach_head
-from meshpar.launchers.agent.console import Shown, log_file, start_id
-from meshpar.launchers.agent.terms import MEETING_S, RankTask, at_work
+from meshpar.launchers.agent.terms import MEETING_S, RankTask, at_work, log_file, start_id
 from meshpar.process.signals import STOPPING, heard, put_back
 
 if TYPE_CHECKING:
@@ -160,6 +161,44 @@ def _patient(shutdown: Callable[..., None]) -> Callable[..., None]:
 
 if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
     LocalElasticAgent._shutdown = _patient(LocalElasticAgent._shutdown)  # type: ignore[method-assign]
+
+
+@final
+class Shown:
+    """Copy a file to a stream as it grows. A context manager; its exit copies the rest."""
+
+    def __init__(self, path: Path, to: TextIO) -> None:
+        self._path, self._to = path, to
+        self._position = path.stat().st_size if path.exists() else 0
+        # a character may be written in two parts
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="meshpar-log", daemon=True)
+
+    def __enter__(self) -> Shown:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._end.wait(0.1):
+            self._copy()
+        self._copy()
+
+    def _copy(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            text = file.read()
+        self._position += len(text)
+        if text:
+            with suppress(OSError):  # `meshpar run ... | head`, or a full disk: the log has every line
+                self._to.write(self._decoder.decode(text))
+                self._to.flush()
 
 
 def launch_local(recipe: Recipe, ranks: int) -> int:

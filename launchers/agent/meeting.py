@@ -16,8 +16,7 @@ from typing import final
 
 from meshpar.core.errors import LaunchError
 from meshpar.core.waiting import Waiting
-from meshpar.launchers.agent.console import start_id
-from meshpar.launchers.agent.terms import NO_USE, RETRY, SILENT_S, STOPPED
+from meshpar.launchers.agent.terms import NO_USE, RETRY, SILENT_S, STOPPED, start_id
 
 _BEAT_S, _ANSWER_S, _POLL_S = 1.0, 5.0, 0.05
 _LONGEST = 1 << 16  # bytes of a line, and about as many are read at once

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -165,3 +166,12 @@ def first_node(text: str) -> str:
     if head is None:
         raise LaunchError(f"cannot read SLURM node list {text!r}")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", head[0])
+
+
+def log_file(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"
+
+
+def start_id() -> str:
+    """Return a name for a start of a job, made of time and PID."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -23,10 +23,10 @@ from meshpar.forecasting.html import page
 from meshpar.forecasting.ranking import Ranking, ranking_text
 from meshpar.forecasting.report import as_data
 from meshpar.forecasting.search import search as search_plans
-from meshpar.launchers.agent import console
 from meshpar.launchers.agent.replicas import check_elastic, divide_replicas
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.checks import check_job, data_notes, untried
+from meshpar.launchers.jobs.reports import show_parts
 from meshpar.launchers.recipes import sections
 from meshpar.launchers.recipes.loading import UnknownRecipeError, load_recipe, resolve, shipped
 from meshpar.launchers.recipes.recipe import Recipe
@@ -140,7 +140,7 @@ def _search_plans(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | 
             "without --search"
         )
     model = build.build_shape(recipe)
-    with console.show_parts("steps simulated") as advance:
+    with show_parts("steps simulated") as advance:
         batch, layout, replicas = build.batch_of(recipe), registry.layout_for(model), elastic is not None
         ranking = search_plans(model, layout, batch, profile, ranks, plan=plan, progress=advance, elastic=replicas)
     if not ranking.best:

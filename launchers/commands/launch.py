@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +13,11 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand
 
+from meshpar.core.errors import LaunchError
 from meshpar.launchers.commands import Debug, Reported
 from meshpar.process.imports import quick_imports
 
+_DOCTOR = "meshpar.launchers.doctor.examine"
 _PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 
@@ -78,14 +83,49 @@ def run(
 
     Starts the ranks with torch's elastic agent. Inside torchrun or srun, the process becomes one of their ranks.
     """
-    with quick_imports():
-        from meshpar.launchers.commands.run import run as run_it
-
     placement = {
         "nproc": nproc, "nodes": nodes, "node_rank": node_rank, "head": head, "restarts": restarts,
         "rejoin_s": rejoin_s, "meeting_s": wait, "run_id": run_id,
     }  # fmt: skip
-    return run_it(what, arguments or [], placement, module=module, logs=logs, elastic=elastic)
+    return run_work(what, arguments or [], placement, module=module, logs=logs, elastic=elastic)
+
+
+def run_work(
+    what: str,
+    arguments: Sequence[str],
+    placement: Mapping[str, object],
+    *,
+    module: bool = False,
+    logs: Path | None = None,
+    elastic: str | None = None,
+) -> int:
+    """Run a script, module or recipe on ranks of this node, or as the rank that this process is."""
+    with quick_imports():
+        from meshpar.core import runtime
+        from meshpar.launchers.agent import failures, local, terms
+        from meshpar.launchers.jobs.worker import run_code
+
+    kind = "module" if module else "script" if what.endswith(".py") else "recipe"
+    if kind == "script" and not Path(what).is_file():
+        raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
+    options = {**local.from_kubeflow(terms.kubeflow()), **local.drop_unset(placement)}
+    if kind == "recipe":
+        # loads all that a job may use, which a script does without
+        from meshpar.launchers.commands.train import run_recipe
+
+        return run_recipe(what, arguments, options, placement, logs, elastic)
+    if elastic is not None:
+        raise LaunchError(
+            f"--elastic starts recipes; {what} is a {kind}: start one job for each replica, with TORCHFT_LIGHTHOUSE, "
+            "and use meshpar.training.Replicas in its loop"
+        )
+    logs = logs or Path("runs") / (Path(what).stem if kind == "script" else what.rpartition(".")[2]) / "logs"
+    if (step := local.adopt_rank(options, placement)) is not None:
+        with failures.tell_first(logs, runtime.rank(), step):
+            return run_code(kind, what, arguments)
+    return local.launch(
+        {"kind": kind, "what": what, "arguments": tuple(arguments)}, local.place_ranks(options), logs, sys.stdout
+    )
 
 
 def launch(
@@ -181,11 +221,30 @@ def doctor(
 
     Under torchrun or srun, the command uses their ranks. Otherwise it starts its own ranks, like meshpar run.
     """
-    placement = {"nproc": nproc, "nodes": nodes, "node_rank": node_rank, "head": head}
     with quick_imports():
-        from meshpar.launchers.commands.run import run_doctor
+        from meshpar.core import runtime
+        from meshpar.launchers.agent import local, terms
+        from meshpar.launchers.jobs.worker import run_code
 
-    return run_doctor(mesh, placement, folder=folder, profile=profile, wait_s=wait)
+    placement = {"nproc": nproc, "nodes": nodes, "node_rank": node_rank, "head": head}
+    arguments = [f"mesh={mesh}", f"wait={wait}"]
+    arguments += [f"folder={folder.absolute()}"] if folder is not None else []
+    arguments += [f"profile={profile.absolute()}"] if profile is not None else []
+    options = local.drop_unset(placement)
+    if "nodes" not in options:
+        terms.adopt_srun()
+        if runtime.launched():
+            local.refuse_placement(placement)
+            return run_code("module", _DOCTOR, arguments)
+    with tempfile.TemporaryDirectory(prefix="meshpar-doctor-") as logs:
+        # Rank 0 prints the report; the exit code of findings is no failure of a rank.
+        findings = Path(logs) / "findings"
+        work = {"kind": "module", "what": _DOCTOR, "arguments": (*arguments, f"findings={findings}")}
+        try:
+            code = local.launch(work, local.place_ranks({**options, "meeting_s": int(wait)}), Path(logs), sys.stdout)
+        except LaunchError as error:
+            raise LaunchError(f"the doctor could not finish: {error}") from error
+        return 1 if findings.exists() else code
 
 
 def mesh(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -182,3 +184,44 @@ def profile_of(device: torch.device) -> str | None:
         return None
     words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
     return next((name for name in profiles() if name in words), None)
+
+
+@contextlib.contextmanager
+def show_bytes() -> Iterator[Callable[[int, int], None]]:
+    """Yield what shows how many bytes of how many are done."""
+    if not sys.stderr.isatty():
+        line = _Lines()
+        yield lambda done, total: line(f"{done / 2**30:.2f} of {total / 2**30:.2f} GiB")
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    with Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=Console(stderr=True)) as bar:
+        task: Any = bar.add_task("")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def show_parts(name: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield what shows a part of the work and how many of its pieces, called ``name``, are done."""
+    if not sys.stderr.isatty():
+        line = _Lines()
+        yield lambda part, done, total: line(f"{part}: {done} of {total} {name}")
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(name) as status:
+        yield lambda part, done, total: status.update(f"{part}: {done} of {total} {name}")
+
+
+@final
+class _Lines:
+    """Prints what it is called with, if the last line is old enough."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self._last >= 10.0:
+            self._last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)

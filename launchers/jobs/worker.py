@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import io
 import os
 import runpy
 import select
@@ -15,16 +16,25 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO, final
 
 from meshpar.core.errors import LaunchError, MeshparError
 from meshpar.launchers.agent import terms
-from meshpar.launchers.agent.console import copy_output, redirect
 from meshpar.launchers.agent.failures import exit_code, forget, note_os_exit, note_start, note_sys_exit, record
-from meshpar.launchers.agent.terms import NO_USE, RETRY, SHUTDOWN_S, STOPPED, RankTask, at_work, read_task, task
+from meshpar.launchers.agent.terms import (
+    NO_USE,
+    RETRY,
+    SHUTDOWN_S,
+    STOPPED,
+    RankTask,
+    at_work,
+    log_file,
+    read_task,
+    task,
+)
 from meshpar.process.imports import quick_imports
 from meshpar.process.secrets import redact
-from meshpar.process.signals import exit_code_of, heard
+from meshpar.process.signals import Lenient, exit_code_of, heard
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
 
@@ -66,6 +76,42 @@ def _run(assigned: RankTask, rank: int) -> int:
         if isinstance(error, MeshparError) and exit_code(error) in (NO_USE, RETRY) and terms.restarts()[1]:
             os.kill(os.getppid(), signal.SIGTERM)  # the agent restarts ranks whatever their error is
         return 1
+
+
+def redirect(logs: Path, rank: int) -> None:
+    """Redirect this process's output, including C's writes, to its log; later starts append to it."""
+    logs.mkdir(parents=True, exist_ok=True)
+    with log_file(logs, rank).open("ab") as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it was made for what the process began with
+        sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout, sys.stderr = Lenient(sys.stdout), Lenient(sys.stderr)  # type: ignore[assignment]
+
+
+def copy_output(logs: Path, rank: int) -> None:
+    """Write to the terminal and to the log; control sequences (a progress bar) go to the terminal alone."""
+    logs.mkdir(parents=True, exist_ok=True)
+    file = log_file(logs, rank).open("a", encoding="utf-8", buffering=1)
+    sys.stdout, sys.stderr = _Both(sys.stdout, file), _Both(sys.stderr, file)  # type: ignore[assignment]
+
+
+@final
+class _Both:
+    """Write to a terminal's stream and to a file; either may fail."""
+
+    def __init__(self, terminal: TextIO, file: TextIO) -> None:
+        self._terminal, self._file = Lenient(terminal), Lenient(file)
+
+    def write(self, text: str) -> int:
+        if "\x1b" not in text and "\r" not in text:
+            self._file.write(text)
+        return self._terminal.write(text)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as the terminal's
+        return getattr(self._terminal, name)
 
 
 def run_recipe(assigned: RankTask) -> int:

@@ -415,7 +415,7 @@ def test_benchmarks_use_public_names_but_for_what_they_measure_alone():
 
 STARTS = [
     ("meshpar.launchers.jobs.worker", ("torch", "numpy")),  # what each rank of a script starts with
-    ("meshpar.launchers.commands.run", ("torch.distributed.tensor", "transformers")),
+    ("meshpar.launchers.agent.local", ("torch.distributed.tensor", "transformers")),
     ("meshpar.launchers.jobs.job", ("torch._dynamo", "transformers")),
     ("meshpar, meshpar.models, meshpar.checkpoints", ("transformers",)),
     ("meshpar.models.huggingface", ("transformers",)),

@@ -45,7 +45,7 @@ from meshpar.forecasting.search import search
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.agent.replicas import _Replica, _serve_lighthouse, divide_replicas
 from meshpar.launchers.commands.inspecting import check_recipe, describe_recipe
-from meshpar.launchers.commands.run import run
+from meshpar.launchers.commands.launch import run_work as run
 from meshpar.launchers.commands.train import division_of
 from meshpar.launchers.jobs import checks
 from meshpar.launchers.jobs.reports import Elected

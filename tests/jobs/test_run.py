@@ -28,10 +28,10 @@ from meshpar import LaunchError, ParallelError
 from meshpar.core import waiting
 from meshpar.launchers.agent import check_in, failures
 from meshpar.launchers.agent.check_in import check_in_nodes
-from meshpar.launchers.agent.console import Shown
 from meshpar.launchers.agent.failures import Failure, error_file, first_error, forget_left, recorded
 from meshpar.launchers.agent.local import (
     Placement,
+    Shown,
     _config,
     _identify_start,
     _patient,

@@ -34,7 +34,7 @@ from meshpar.launchers.agent.meeting import free_port
 from meshpar.launchers.agent.terms import adopt_srun
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.generating import _ids
-from meshpar.launchers.commands.run import run
+from meshpar.launchers.commands.launch import run_work as run
 from meshpar.launchers.commands.train import division_of, find_batch_size, launch
 from meshpar.launchers.export import chosen_step, merge_adapters
 from meshpar.launchers.jobs import build
