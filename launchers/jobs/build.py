@@ -24,8 +24,7 @@ from meshpar.launchers.jobs import datasets
 from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers, refuse_endless
 from meshpar.launchers.recipes import sections
 from meshpar.launchers.recipes.conflicts import folder_problems
-from meshpar.launchers.recipes.named import has_keyword, make_objective, make_own, make_passes
-from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.recipe import Recipe, has_keyword, make_own, make_passes, wants_teacher
 from meshpar.launchers.recipes.schema import build
 from meshpar.launchers.recipes.sections import Model, OptimizerSection, Own, OwnOptimizer
 from meshpar.models import GPT2, Transformer
@@ -175,6 +174,12 @@ def own_optimizer(
     groups = module if sorts else parameter_groups(module, keywords.get("weight_decay"))
     optimizer: torch.optim.Optimizer = make_own(kind, keywords, groups)
     return optimizer
+
+
+def make_objective(factory: Any, options: Mapping[str, Any], teacher: nn.Module | None = None) -> Objective:  # noqa: ANN401
+    """Return the objective of a plugin or a class; raises MeshparError where it refuses its options."""
+    objective: Objective = make_own(factory, options, **({"teacher": teacher} if wants_teacher(factory) else {}))
+    return objective
 
 
 def objective_of(recipe: Recipe, teacher: nn.Module | None = None) -> Objective:

@@ -25,8 +25,7 @@ from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.models import weights_problems
 from meshpar.launchers.jobs.profile import LEAST as PROFILED
 from meshpar.launchers.recipes.conflicts import folder_problems
-from meshpar.launchers.recipes.named import UntrustedError
-from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.recipe import Recipe, UntrustedError
 from meshpar.launchers.recipes.sections import DataSection, Own, OwnOptimizer
 from meshpar.optim.elementwise import check_elementwise
 from meshpar.plan import lost_replica_problems

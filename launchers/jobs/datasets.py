@@ -12,8 +12,7 @@ from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.core import registry, runtime
 from meshpar.core.errors import MeshparError, RecipeError, brief
 from meshpar.launchers.jobs.models import DataFacts
-from meshpar.launchers.recipes.named import UntrustedError, has_keyword, make_own
-from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.recipe import Recipe, UntrustedError, has_keyword, make_own
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized
 from meshpar.process.homes import expanded

@@ -18,7 +18,7 @@ from meshpar.checkpoints.steps.importing import config_beside
 from meshpar.core.errors import MeshparError, RecipeError, brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import covers, suggestion
-from meshpar.launchers.recipes.named import UntrustedError
+from meshpar.launchers.recipes.recipe import UntrustedError
 from meshpar.launchers.recipes.sections import Model
 from meshpar.models.huggingface import for_training, foreign_attention
 from meshpar.parallelized import Parallelized

@@ -9,8 +9,7 @@ from typing import Any
 from meshpar.checkpoints.storage import place as storage
 from meshpar.core import registry
 from meshpar.core.errors import MeshparError
-from meshpar.launchers.recipes.named import UntrustedError, own_problems, wants_teacher
-from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.recipe import Recipe, UntrustedError, own_problems, wants_teacher
 from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
 from meshpar.launchers.recipes.yamlfile import Document, Place
 from meshpar.process.homes import expanded

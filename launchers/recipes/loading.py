@@ -12,8 +12,7 @@ from meshpar.core.errors import MeshError, RecipeError
 from meshpar.core.mesh import MeshSpec, is_auto
 from meshpar.core.patterns import suggestion
 from meshpar.launchers.recipes.conflicts import calling_problems, conflicts
-from meshpar.launchers.recipes.named import Classes, make_importable, read_passes
-from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.recipe import Classes, Recipe, make_importable, read_passes
 from meshpar.launchers.recipes.schema import validate
 from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, dotted, read_document
 from meshpar.process.homes import expanded

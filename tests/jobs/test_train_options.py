@@ -19,9 +19,9 @@ from meshpar.core import registry
 from meshpar.core.errors import FullMemoryError
 from meshpar.launchers.commands.train import find_batch_size
 from meshpar.launchers.jobs import checks, reports
+from meshpar.launchers.jobs.build import make_objective
 from meshpar.launchers.jobs.job import Saver
 from meshpar.launchers.recipes.loading import load_recipe
-from meshpar.launchers.recipes.named import make_objective
 from meshpar.launchers.recipes.recipe import Recipe
 from tests.support.patience import patient, until
 

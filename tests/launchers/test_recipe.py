@@ -16,8 +16,7 @@ from meshpar import ContextParallel, FullyShard, HybridShard, RecipeError, Repli
 from meshpar.core.patterns import nearest, suggestion
 from meshpar.launchers.jobs import build, checks, datasets
 from meshpar.launchers.recipes.loading import load_recipe, resolve, shipped
-from meshpar.launchers.recipes.named import make_passes
-from meshpar.launchers.recipes.recipe import Recipe, received
+from meshpar.launchers.recipes.recipe import Recipe, make_passes, received
 from meshpar.launchers.recipes.yamlfile import parse_document
 from meshpar.training.template import TEMPLATES
 from meshpar.training.tokens import write_tokens
