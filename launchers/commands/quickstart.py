@@ -56,7 +56,11 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     code = launch(recipe, RANKS, quiet=True)
     if code:
         return code
-    _tell_losses(out / METRICS)
+    records = [json.loads(line) for line in (out / METRICS).read_text(encoding="utf-8").splitlines()]
+    losses = [record["train/loss"] for record in records if record.get("train/loss") is not None]
+    print(f"the training loss fell from {losses[0]:.2f} to {losses[-1]:.2f}")
+    if not losses[-1] < losses[0]:
+        raise LaunchError(f"the loss did not fall: {losses}; please report this")
     _print_title("3  Export, and load the export with transformers")
     export_run(out, out / "export", overwrite=True)
     completer = Completer(out / "export")
@@ -68,14 +72,6 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     _print_title(f"Done in {(time.monotonic() - start) / 60:.1f} minutes")
     print(_farewell(out))
     return 0
-
-
-def _tell_losses(path: Path) -> None:
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    losses = [record["train/loss"] for record in records if record.get("train/loss") is not None]
-    print(f"the training loss fell from {losses[0]:.2f} to {losses[-1]:.2f}")
-    if not losses[-1] < losses[0]:
-        raise LaunchError(f"the loss did not fall: {losses}; please report this")
 
 
 def _tell_difference(recipe: Recipe, exported: nn.Module) -> None:
@@ -103,19 +99,21 @@ def _print_title(text: str) -> None:
 
 
 def _farewell(out: Path) -> str:
-    files = [
-        (out / CHECKPOINTS, "checkpoints; any mesh resumes from them"),
-        (out / "export", "the model for transformers, with its tokenizer"),
-        (out / METRICS, "every reported number"),
-    ]
-    commands = [
-        f"tensorboard --logdir {out / TENSORBOARD}    # show the curves",
-        f"meshpar generate {out / 'export'} 'def main('    # complete your own beginning",
-        f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000    "
-        "# resume on a third mesh",
-        "meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine    # train on your own text",
-        "meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8    # print the bytes of each of 512 ranks",
-    ]
-    width = max(len(str(file)) for file, _ in files)
-    lines = [f"  {file!s:<{width}}  {what}" for file, what in files]
-    return "\n".join([*lines, "", "Try next:", *(f"  {command}" for command in commands)])
+    files = {
+        CHECKPOINTS: "checkpoints; any mesh resumes from them",
+        "export": "the model for transformers, with its tokenizer",
+        METRICS: "every reported number",
+    }
+    width = max(len(str(out / file)) for file in files)
+    lines = [f"  {out / file!s:<{width}}  {what}" for file, what in files.items()]
+    return (
+        "\n".join(lines)
+        + f"""
+
+Try next:
+  tensorboard --logdir {out / TENSORBOARD}    # show the curves
+  meshpar generate {out / "export"} 'def main('    # complete your own beginning
+  meshpar train {out / "recipe.yaml"} mesh=dp_replicate=2 passes=auto training.steps=1000    # resume on a third mesh
+  meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine    # train on your own text
+  meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8    # print the bytes of each of 512 ranks"""
+    )

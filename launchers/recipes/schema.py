@@ -99,14 +99,11 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
     if dataclasses.is_dataclass(factory):
         return typing.get_type_hints(factory, include_extras=True)
     home = sys.modules[factory.__module__].__dict__
-    return {
-        name: _hint(parameter.annotation, home) for name, parameter in inspect.signature(factory).parameters.items()
-    }
+    annotations = {name: parameter.annotation for name, parameter in inspect.signature(factory).parameters.items()}
+    return {name: Any if hint is inspect.Parameter.empty else _hint(hint, home) for name, hint in annotations.items()}
 
 
 def _hint(annotation: object, home: dict[str, Any]) -> Any:
-    if annotation is inspect.Parameter.empty:
-        return Any
     try:
         return typing.get_type_hints(
             types.SimpleNamespace(__annotations__={"": annotation}), home, include_extras=True

@@ -186,18 +186,17 @@ def _validate(text: str) -> None:
     except ImportError:
         return
     for document in yaml.safe_load_all(text):
-        checked = document
-        if document["kind"] == "JobSet":  # the Job inside of it; the cluster checks the rest
-            job = {"apiVersion": "batch/v1", "kind": "Job"}
-            checked = {**document, **job, **document["spec"]["replicatedJobs"][0]["template"]}
         if document["kind"] == "PodGroup":
             continue
+        checked = document
+        if document["kind"] == "JobSet":  # the Job inside of it; the cluster checks the rest
+            inner = document["spec"]["replicatedJobs"][0]["template"]
+            checked = {**document, "apiVersion": "batch/v1", "kind": "Job", **inner}
         try:
             kubernetes_validate.validate(checked, kubernetes_validate.latest_version(), strict=True)
         except kubernetes_validate.ValidationError as error:
             where = f"{'.'.join(map(str, error.path))}: {error.message}"
-            text = f"the patched {document['kind']} is not valid: {where}; correct the patch"
-            raise LaunchError(text) from error
+            raise LaunchError(f"the patched {document['kind']} is not valid: {where}; correct the patch") from error
 
 
 @final

@@ -202,21 +202,20 @@ def _visible_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
     notes: list[str] = []
 
     def absent(field: str, *paths: object) -> bool:
-        named = [str(path) for path in paths if path not in (None, STDLIB)]
-        missing = [
-            path for path in named if not expanded(Path(path)).exists() and not glob.glob(str(expanded(Path(path))))
-        ]
+        homes = {str(path): expanded(Path(str(path))) for path in paths if path not in (None, STDLIB)}
+        missing = [path for path, home in homes.items() if not home.exists() and not glob.glob(str(home))]
         notes.extend(f"{field}: {path} is not on this machine; the job checks it when it starts" for path in missing)
         return bool(missing)
 
     data, resume = recipe.data, recipe.checkpoint.resume
-    templates = (data.template, *(part.template for part in data.mix))
-    missing = [
-        absent("data.paths", *data.paths),
-        absent("data.validation_paths", *data.validation_paths),
-        absent("data.mix", *(path for part in data.mix for path in (*part.paths, *part.validation_paths))),
-        absent("data.template", *(template for template in templates if template not in TEMPLATES)),
-    ]
+    templates = [part.template for part in (data, *data.mix) if part.template not in TEMPLATES]
+    files: dict[str, Sequence[object]] = {
+        "data.paths": data.paths,
+        "data.validation_paths": data.validation_paths,
+        "data.mix": [path for part in data.mix for path in (*part.paths, *part.validation_paths)],
+        "data.template": templates,
+    }
+    missing = [absent(field, *paths) for field, paths in files.items()]
     if any(missing):
         empty: dict[str, Any] = {"paths": (), "validation_paths": (), "mix": (), "template": None}
         data = data.model_copy(update={"source": "stdlib", "validation_fraction": 0.1, **empty})
@@ -224,12 +223,13 @@ def _visible_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
         data = data.model_copy(update={"tokenizer": None})
     if resume not in ("auto", "never") and absent("checkpoint.resume", resume):
         recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"resume": "auto"})})
-    models: list[tuple[str, Any]] = [("model", recipe.model)]
-    models += [] if recipe.teacher is None else [("teacher.model", recipe.teacher.model)]
-    configs = [(name, getattr(section, "config", None)) for name, section in models]
-    unknown = [absent(f"{name}.config", config) for name, config in configs if isinstance(config, str)]
-    gone = [absent(f"{name}.weights", section.weights) for name, section in models]
-    if any(unknown) or any(gone[1:]):
+    unknown = False
+    for name, owner in (("model", recipe), ("teacher.model", recipe.teacher)):
+        if owner is not None:
+            config = getattr(owner.model, "config", None)
+            unknown |= absent(f"{name}.config", config) if isinstance(config, str) else False
+            unknown |= absent(f"{name}.weights", owner.model.weights) and owner is not recipe
+    if unknown:
         notes.append("the plan is checked when the job starts, because the model's files are not on this machine")
         return None, notes
     return recipe.model_copy(update={"data": data.model_copy(update={"cache": "."}), "output": "."}), notes

@@ -107,7 +107,7 @@ class Slurm(Target):
                 )
         if self.container not in ("pyxis", "apptainer"):
             yield f"container={self.container}: expected pyxis or apptainer"
-        limit = _seconds(self.time) if self.time else math.inf
+        limit = _seconds(self.time or "UNLIMITED")
         if limit is None:
             yield (
                 f"time={self.time}: expected MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, "
