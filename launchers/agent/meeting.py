@@ -35,7 +35,7 @@ class Start:
 
 
 @final
-class Meeting:
+class NodeMeeting:
     """The connections of a replica's nodes to its first, whose address is in a file; one thread calls all methods."""
 
     def __init__(self, file: Path, replica: int, node: int, nodes: int) -> None:
@@ -49,11 +49,11 @@ class Meeting:
         self.lost: int | None = None
         self.codes: dict[int, int] = {}
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> NodeMeeting:
         if self._node == 0 and self._nodes > 1:
-            both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            self._server = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            self._server = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
             self._server.setblocking(False)
             self._address.publish(f"{socket.gethostname()}:{self._server.getsockname()[1]} {secrets.token_hex(8)}")
         return self

@@ -22,7 +22,7 @@ from meshpar.core.errors import LaunchError, ReplicaError
 from meshpar.core.mesh import MeshSpec
 from meshpar.launchers.agent import terms
 from meshpar.launchers.agent.check_in import children
-from meshpar.launchers.agent.meeting import Meeting, Start, free_port, publish
+from meshpar.launchers.agent.meeting import NodeMeeting, Start, free_port, publish
 from meshpar.launchers.agent.terms import COMPLETE, NO_USE, RETRY, SHUTDOWN_S, STOPPED
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.process.signals import STOPPING, heard, put_back
@@ -147,10 +147,10 @@ class _Replica:
     def __init__(
         self, number: int, division: Division, recipe: Path, lighthouse: str, logs: Path, restarts: int, address: Path
     ) -> None:
-        """``lighthouse``: its URL, address or file; ``address``: the ``file`` of :class:`Meeting`."""
+        """``lighthouse``: its URL, address or file; ``address``: the ``file`` of :class:`NodeMeeting`."""
         self._number, self._division, self._place, self._complete = number, division, lighthouse, logs / COMPLETE
         self._was_complete = self._complete.exists()  # a run that now goes on
-        self._meeting = Meeting(address, number, division.node, division.nodes)
+        self._meeting = NodeMeeting(address, number, division.node, division.nodes)
         self._restarts, self._recipe, self._logs = restarts, recipe, logs / f"replica-{number}"
         changes = {
             "MESHPAR_REPLICA": str(number),

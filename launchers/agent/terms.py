@@ -97,8 +97,8 @@ def world_size() -> int:
 
 def restarts() -> tuple[int, int]:
     """Return how often torch's agent has started the ranks again, and how often it may."""
-    count, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return int(count), int(most)
+    count, limit = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return int(count), int(limit)
 
 
 def series() -> str:

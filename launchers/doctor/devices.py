@@ -71,7 +71,7 @@ def health(identity: str | None) -> dict[str, Any] | None:
 
 def health_findings(found: Found) -> Iterator[Finding]:
     devices = [(fact, fact["device"]["health"]) for fact in found if fact["device"].get("health")]
-    most = max((health["links_up"] for _, health in devices), default=0)
+    most_links = max((health["links_up"] for _, health in devices), default=0)
     swap = "drain the node, reset or replace the device, and look at its Xid errors (dmesg | grep Xid)"
     cool = "check cooling and power of the host (nvidia-smi -q -d PERFORMANCE)"
     faults: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
@@ -87,8 +87,8 @@ def health_findings(found: Found) -> Iterator[Finding]:
             for bit, reason in _HELD_BACK.items()
         ),
         (
-            f"NVLinks are down: other devices have {most}",
-            lambda bad: bad["links_up"] < most,
+            f"NVLinks are down: other devices have {most_links}",
+            lambda bad: bad["links_up"] < most_links,
             "check the links (nvidia-smi nvlink -s)",
         ),
         (

@@ -145,7 +145,7 @@ class Folder:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Examination:
     """The facts of each rank, the faults, and remarks that are no faults."""
 
     facts: tuple[Facts, ...]
@@ -153,7 +153,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
 
-def examine(roll: RollCall, device: torch.device, folder: Folder | None) -> Report:
+def examine(roll: RollCall, device: torch.device, folder: Folder | None) -> Examination:
     """Examine all machines by exchanges with bounded waits, without a collective. Every rank calls it."""
     here = collect(device)
     here["device"]["health"] = health(here["device"]["id"])
@@ -176,7 +176,7 @@ def examine(roll: RollCall, device: torch.device, folder: Folder | None) -> Repo
     findings = [*all_findings(facts), *_connection_findings(facts, seen)]
     if folder is not None:
         findings += _folder_findings(facts, folder, met[0]["token"], [look["folder"] for look in seen])
-    return Report(facts=tuple(facts), findings=tuple(findings))
+    return Examination(facts=tuple(facts), findings=tuple(findings))
 
 
 def _listen(stack: ExitStack) -> list[Any]:
@@ -290,7 +290,7 @@ def mesh_of(text: str) -> MeshSpec:
     return MeshSpec.placed(text, world, runtime.ranks_per_node() or world)
 
 
-def examine_all(roll: RollCall, spec: MeshSpec, device: torch.device, folder: Folder | None) -> Report:
+def examine_all(roll: RollCall, spec: MeshSpec, device: torch.device, folder: Folder | None) -> Examination:
     """Examine machines and placement. Keep ``roll``, whose store may be rank 0's, until the group is closed."""
     report = examine(roll, device, folder)
     hosts = [fact["host"] for fact in report.facts]
@@ -299,7 +299,7 @@ def examine_all(roll: RollCall, spec: MeshSpec, device: torch.device, folder: Fo
     return replace(report, findings=findings, notes=() if price is None else (price,))
 
 
-def compare_products(report: Report, device: torch.device) -> Report:
+def compare_products(report: Examination, device: torch.device) -> Examination:
     """Let accelerators compute a product each, and add findings of differing results or speeds. Collective."""
     if not runtime.queues(device):
         return report
@@ -309,7 +309,7 @@ def compare_products(report: Report, device: torch.device) -> Report:
     return replace(report, findings=(*report.findings, *product_findings(report.facts, products)))
 
 
-def report_lines(report: Report, spec: MeshSpec) -> Iterator[str]:
+def report_lines(report: Examination, spec: MeshSpec) -> Iterator[str]:
     """Yield the machines, the ranks, the axes, notes and findings."""
     facts, first, axes = report.facts, report.facts[0], list(spec.axes)
     hosts = len(hosts_of(facts))

@@ -107,11 +107,12 @@ def build_teacher(recipe: Recipe, vocab_size: int, facts: DataFacts | None = Non
 
 
 def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) -> nn.Module:
+    model: nn.Module
     if section.kind == "huggingface":
         refuse_endless(section.config)
         examples = datasets.examples_of(recipe)
         head, trust = section.head or HEAD_OF[examples], recipe.classes.trusted
-        model: nn.Module = build_transformers(section.config, head, facts, trust=trust)
+        model = build_transformers(section.config, head, facts, trust=trust)
         config: Any = model.config
         text = config.get_text_config()
         _check_room(recipe, vocab_size, text.vocab_size, getattr(text, "max_position_embeddings", None))
@@ -121,8 +122,8 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
         takes = "vocab_size" not in keywords and has_keyword(kind, "vocab_size")
         size = {"vocab_size": sections.rounded_vocabulary(vocab_size)} if takes else {}
         with torch.device("meta"):
-            own: nn.Module = make_own(kind, keywords, **size)
-        return own
+            model = make_own(kind, keywords, **size)
+        return model
     if datasets.examples_of(recipe) != "tokens":
         raise RecipeError(
             f"model: {section.kind} predicts the next token; for the objective {recipe.training.objective} write "

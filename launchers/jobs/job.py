@@ -27,7 +27,15 @@ from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError, PreflightError, RecipeError, StoreError
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watch_progress
 from meshpar.launchers.agent.terms import MEETING_S, task
-from meshpar.launchers.doctor.examine import Folder, Report, compare_products, examine_all, findings_text, meet, mesh_of
+from meshpar.launchers.doctor.examine import (
+    Examination,
+    Folder,
+    compare_products,
+    examine_all,
+    findings_text,
+    meet,
+    mesh_of,
+)
 from meshpar.launchers.jobs import build, datasets, reports
 from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.profile import LEAST as PROFILED
@@ -148,7 +156,7 @@ def patience_s(recipe: Recipe) -> float:
     return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + 120.0)
 
 
-def _tell(recipe: Recipe, report: Report) -> None:
+def _tell(recipe: Recipe, report: Examination) -> None:
     if not report.findings:
         return
     text = f"preflight found {len(report.findings)}:\n{findings_text(report.findings)}"

@@ -97,8 +97,9 @@ class Page:
         yield ""
         yield "| rank | ms a step | waiting for data, ms | peak memory, MiB |"
         yield "|---|---:|---:|---:|"
-        for rank, one in enumerate(self.ranks):
-            yield f"| {rank} | {one['seconds'] * 1e3:,.1f} | {one['data'] * 1e3:,.2f} | {one['memory'] / 2**20:,.0f} |"
+        for rank, facts in enumerate(self.ranks):
+            seconds, data, memory = facts["seconds"] * 1e3, facts["data"] * 1e3, facts["memory"] / 2**20
+            yield f"| {rank} | {seconds:,.1f} | {data:,.2f} | {memory:,.0f} |"
 
     def _row(self, name: str, seconds: float) -> str:
         return f"| {name} | {seconds / self.steps * 1e3:,.2f} | {seconds / self.times.total:.1%} |"
@@ -133,7 +134,7 @@ class Page:
                 f"{times.idle / times.total:.0%} of the step is gaps: the Compile pass, or a larger micro-batch, "
                 "gives more to do at once"
             )
-        slowest, fastest = (pick(one["seconds"] for one in self.ranks) for pick in (max, min))
+        slowest, fastest = (pick(facts["seconds"] for facts in self.ranks) for pick in (max, min))
         if slowest > 1.1 * fastest:
             yield (
                 f"the slowest rank takes {slowest / fastest:.2f} times the fastest's: look at its machine (meshpar "
@@ -176,10 +177,10 @@ def times_of(trace: Mapping[str, Any], threads: Mapping[int, str] | None = None)
 
 def _gloo(events: Sequence[Mapping[str, Any]], threads: Mapping[int, str]) -> dict[str, list[Interval]]:
     """Return the spans of gloo's collectives by axis; all under one name if a thread is unknown."""
-    mine = [event for event in events if event["name"].startswith("gloo:")]
-    if any(event["tid"] not in threads for event in mine):
-        return _by_axis(("all axes", event) for event in mine)
-    return _by_axis((threads[event["tid"]], event) for event in mine if threads[event["tid"]])
+    collectives = [event for event in events if event["name"].startswith("gloo:")]
+    if any(event["tid"] not in threads for event in collectives):
+        return _by_axis(("all axes", event) for event in collectives)
+    return _by_axis((threads[event["tid"]], event) for event in collectives if threads[event["tid"]])
 
 
 def _by_axis(pairs: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, list[Interval]]:
@@ -249,7 +250,7 @@ class Profiled:
         axes = {group_title(group): axis for axis, group in self._par.groups()}
         threads = {number: axes.get(title, "") for number, title in gloo_threads().items()}
         ranks: list[Any] = [None] * dist.get_world_size()
-        mine = {"seconds": seconds / STEPS, "data": self._waited / STEPS, "memory": float(peak_memory(device))}
+        rank_times = {"seconds": seconds / STEPS, "data": self._waited / STEPS, "memory": float(peak_memory(device))}
         holders: dict[str, int] = {}
         if gpu:
             yield from self._snapshot(batches)
@@ -259,7 +260,7 @@ class Profiled:
             yield next(batches)
         if tracer is not None:
             tracer.stop()
-        dist.all_gather_object(ranks, mine, runtime.hosts())
+        dist.all_gather_object(ranks, rank_times, runtime.hosts())
         if tracer is not None:
             try:
                 self._write(tracer, threads, ranks, holders)
@@ -288,7 +289,7 @@ class Profiled:
         """Record the live tensors of one step, and their holders at the peak."""
         module, optimizer = self._par.module, self._optimizer
         recorder = Recorder(axis_groups(self._par))
-        held, _ = hold_state(recorder, self._par, optimizer, batches=(), beside=())
+        state, _ = hold_state(recorder, self._par, optimizer, batches=(), beside=())
         marks = [
             module.register_forward_pre_hook(lambda *_: recorder.phase("forward"), prepend=True),
             module.register_forward_hook(lambda *_: recorder.phase("backward")),
@@ -301,7 +302,7 @@ class Profiled:
             phases = recorder.finished()
         for mark in marks:
             mark.remove()
-        holders |= at_the_peak(held, phases)
+        holders |= at_the_peak(state, phases)
 
     def _write(self, tracer: profile, threads: Mapping[int, str], ranks: list[Any], holders: Mapping[str, int]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -330,11 +331,10 @@ def _pause(tracer: profile) -> None:
 
 
 def at_the_peak(held: Mapping[str, int], phases: tuple[Phase, ...]) -> dict[str, int]:
-    now, most = dict(held), sum(held.values())
-    found = dict(now)
+    now, peak = Counter(held), Counter(held)
     for event in (event for phase in phases for event in phase.events):
         for holder, change in event.memory:
-            now[holder] = now.get(holder, 0) + change
-        if sum(now.values()) > most:
-            most, found = sum(now.values()), dict(now)
-    return {name: size for name, size in found.items() if size > 0}
+            now[holder] += change
+        if now.total() > peak.total():
+            peak = now.copy()
+    return {name: size for name, size in peak.items() if size > 0}

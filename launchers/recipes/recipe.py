@@ -33,7 +33,7 @@ from meshpar.launchers.recipes.sections import (
     TrainingSection,
     ValidationSection,
 )
-from meshpar.launchers.recipes.yamlfile import Document, Place, to_yaml
+from meshpar.launchers.recipes.yamlfile import Document, Place, place_of, to_yaml
 from meshpar.passes import Pass
 from meshpar.process.homes import expanded
 from meshpar.process.secrets import redacted
@@ -160,8 +160,8 @@ class Recipe(Section):
 
     def where(self, field: str) -> str:
         """Return a field with its file and line, or its override, for a message."""
-        place = tuple(int(part) if part.isdigit() else part for part in field.split("."))
-        return self._classes.document.where(place) if self._classes.document.name else field
+        document = self._classes.document
+        return document.where(place_of(field)) if document.name else field
 
     @property
     def classes(self) -> Classes:
@@ -227,9 +227,9 @@ class Recipe(Section):
         if isinstance(self.optimizer, Own):
             data["optimizer"] = _own_text(self.optimizer)
         for name in ("dataset", "validation_dataset"):
-            own = getattr(self.data, name)
+            dataset = getattr(self.data, name)
             data["data"] = {key: value for key, value in data["data"].items() if key != name}
-            data["data"] |= {} if own is None else {name: _own_text(own)}
+            data["data"] |= {} if dataset is None else {name: _own_text(dataset)}
         for name in ("lora", "teacher"):
             data[name] = None if data[name] is None else _written(data[name])
         if self.teacher is not None:

@@ -110,15 +110,14 @@ Model = Annotated[TransformerSection | GPT2Section | HuggingFaceSection | OwnMod
 
 def model_config(section: Any, vocab_size: int) -> TransformerConfig | GPT2Config:
     """Return the shape of a ``transformer`` or ``gpt2`` section; the vocabulary is the data's where it names none."""
-    given = {
-        name: value for name, value in section.given().items() if name not in ("kind", "preset", "weights", "ignore")
-    }
+    no_shape = ("kind", "preset", "weights", "ignore")
+    fields = {name: value for name, value in section.given().items() if name not in no_shape}
     if section.kind == "gpt2":
-        return GPT2Config(**given)
-    given |= {"rope_scaling": RopeScaling(**section.rope_scaling.given())} if section.rope_scaling is not None else {}
+        return GPT2Config(**fields)
+    fields |= {"rope_scaling": RopeScaling(**section.rope_scaling.given())} if section.rope_scaling is not None else {}
     if section.preset is not None:
-        return TransformerConfig.preset(section.preset, **given)
-    return TransformerConfig(**{"vocab_size": rounded_vocabulary(vocab_size), **given})
+        return TransformerConfig.preset(section.preset, **fields)
+    return TransformerConfig(**{"vocab_size": rounded_vocabulary(vocab_size), **fields})
 
 
 def rounded_vocabulary(size: int) -> int:
@@ -247,13 +246,13 @@ class DataSection(Section):
 
     @property
     def validates(self) -> bool:
-        own = self.validation_paths or self.validation_fraction or self.validation_dataset
-        return bool(own) or any(part.validation_paths for part in self.mix)
+        parts = any(part.validation_paths for part in self.mix)
+        return bool(self.validation_paths or self.validation_fraction or self.validation_dataset or parts)
 
 
 def mixed_names(data: DataSection) -> list[str]:
     """Return the name of each source of a mixture: the one that is written, or ``source`` and the place in the list."""
-    return [part.name or f"{part.source}{place}" for place, part in enumerate(data.mix)]
+    return [part.name or f"{part.source}{number}" for number, part in enumerate(data.mix)]
 
 
 class Rated(Section):

@@ -123,7 +123,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         if not equals or not re.fullmatch(r"\w[\w-]*(\.[\w-]+)*", path.strip()):
             problems.append(f"override {text!r}: expected field=value, such as training.steps=50")
             continue
-        place: Place = tuple(int(part) if part.isdigit() else part for part in path.strip().split("."))
+        place = place_of(path.strip())
         try:
             _set(document.data, place, yaml.load(value, Loader=_Loader))
         except (yaml.YAMLError, LookupError, TypeError, ValueError) as error:
@@ -137,7 +137,12 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:
-    return yaml.dump(json.loads(json.dumps(data)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(json.loads(json.dumps(data)), Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def place_of(path: str) -> Place:
+    """Return the place of a dotted path, the reverse of :func:`dotted`."""
+    return tuple(int(part) if part.isdigit() else part for part in path.split("."))
 
 
 def dotted(place: Place) -> str:
@@ -145,7 +150,7 @@ def dotted(place: Place) -> str:
     return ".".join(part if part.isprintable() else repr(part) for part in map(str, place)) or "the whole file"
 
 
-class _Dumper(yaml.SafeDumper):
+class _RecipeDumper(yaml.SafeDumper):
     """Short lists on one line, long numbers as YAML 1.2 reads them."""
 
 
@@ -159,9 +164,9 @@ def _write_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=plain)
 
 
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-_Dumper.add_representer(float, _write_float)
-_Dumper.add_representer(list, _write_list)
+_RecipeDumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+_RecipeDumper.add_representer(float, _write_float)
+_RecipeDumper.add_representer(list, _write_list)
 
 
 def _note_lines(node: yaml.Node | None, place: Place, lines: dict[Place, int]) -> Iterator[str]:

@@ -285,7 +285,7 @@ def dns_label(name: str) -> str:
     return (label if label[:1].isalpha() else f"job-{label}")[:50].rstrip("-")  # pods add an index
 
 
-class _Dumper(yaml.SafeDumper):
+class _JobFileDumper(yaml.SafeDumper):
     """Text of several lines as a block, for scripts; no aliases, which readers of job files refuse."""
 
     def ignore_aliases(self, data: object) -> bool:
@@ -293,7 +293,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 _STR = "tag:yaml.org,2002:str"
-_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(_STR, text, "|" if "\n" in text else None))
+_JobFileDumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(_STR, text, "|" if "\n" in text else None)
+)
 
 
 def fill_yaml(
@@ -318,7 +320,7 @@ def fill_yaml(
                 )
             _add(kinds[kind], patch, kind, name)
     return Template(head).substitute(values) + yaml.dump_all(
-        documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000
+        documents, Dumper=_JobFileDumper, sort_keys=False, allow_unicode=True, width=1000
     )
 
 
@@ -341,7 +343,7 @@ def _patches(name: str) -> list[dict[str, Any]]:
         raise LaunchError(f"cannot read patch {name}: {error}") from error
     if not all(isinstance(patch, dict) for patch in patches):
         raise LaunchError(f"patch {name} is not a mapping; expected fields of the job file, such as spec: ...")
-    if places := [".".join(map(str, place)) for patch in patches for place in secrets_in(patch)]:
+    if places := [".".join(map(str, path)) for patch in patches for path in secrets_in(patch)]:
         raise LaunchError(
             f"patch {name}: {', '.join(places)}: this looks like a credential, and the job file is a readable file; "
             "name a secret of the cluster instead, such as valueFrom: {secretKeyRef: {name: tracker, key: password}}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshpar.launchers.agent import meeting
-from meshpar.launchers.agent.meeting import Meeting, Start
+from meshpar.launchers.agent.meeting import NodeMeeting, Start
 from tests.support import patience
 
 
@@ -24,10 +24,10 @@ class Replica:
         self.stack = ExitStack()
         self.meetings = [self.node(number) for number in range(nodes)]
 
-    def node(self, number: int) -> Meeting:
-        return self.stack.enter_context(Meeting(self.file, 1, number, self.nodes))
+    def node(self, number: int) -> NodeMeeting:
+        return self.stack.enter_context(NodeMeeting(self.file, 1, number, self.nodes))
 
-    def gather(self, *meetings: Meeting, wait_s: float = 30.0) -> list[Start | None]:
+    def gather(self, *meetings: NodeMeeting, wait_s: float = 30.0) -> list[Start | None]:
         """Let nodes gather at the same time; by default all."""
         meetings = meetings or tuple(self.meetings)
         with ThreadPoolExecutor(len(meetings)) as pool:
@@ -42,7 +42,7 @@ class Replica:
         patience.until(kept, 20)
 
 
-def leave(*meetings: Meeting) -> None:
+def leave(*meetings: NodeMeeting) -> None:
     """Let nodes end at the same time: each waits a while for the others."""
     with ThreadPoolExecutor(len(meetings)) as pool:
         list(pool.map(lambda member: member.__exit__(None, None, None), meetings))
@@ -146,10 +146,10 @@ def test_an_address_of_an_earlier_run_is_left_for_the_new_one(tmp_path: Path) ->
     file = tmp_path / "replica-0.address"
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor() as pool:
         file.write_text(f"127.0.0.1:{other.getsockname()[1]} old\n")
-        second = Meeting(file, 0, 1, 2)
+        second = NodeMeeting(file, 0, 1, 2)
         waiting = pool.submit(second.gather, lambda: False, 30.0)
         other.accept()
-        first = Meeting(file, 0, 0, 2).__enter__()
+        first = NodeMeeting(file, 0, 0, 2).__enter__()
         assert first.gather(lambda: False, 30.0) == waiting.result() is not None
     leave(first, second)
 
@@ -172,7 +172,7 @@ def test_a_second_process_with_the_number_of_a_node_takes_its_place(
 
 
 def test_one_node_needs_nobody(tmp_path: Path) -> None:
-    with Meeting(tmp_path / "file", 0, 0, 1) as alone:
+    with NodeMeeting(tmp_path / "file", 0, 0, 1) as alone:
         assert alone.gather(lambda: False, 0.0) is not None
         alone.tell(-9)
         assert alone.verdict() == -9 and not list(tmp_path.iterdir())
@@ -183,7 +183,7 @@ def test_the_key_of_a_meeting_is_for_its_user_alone_and_no_link_is_followed(tmp_
     other.write_text("as it was")
     file.parent.mkdir()
     file.with_name(f"{file.name}.new").symlink_to(other)
-    with Meeting(file, 1, 0, 2):
+    with NodeMeeting(file, 1, 0, 2):
         assert file.stat().st_mode & 0o777 == 0o600
     assert other.read_text() == "as it was"
 
