@@ -222,8 +222,7 @@ def doctor(
     Under torchrun or srun, the command uses their ranks. Otherwise it starts its own ranks, like meshpar run.
     """
     with quick_imports():
-        from meshpar.core import runtime
-        from meshpar.launchers.agent import local, terms
+        from meshpar.launchers.agent import local
         from meshpar.launchers.jobs.worker import run_code
 
     placement = {"nproc": nproc, "nodes": nodes, "node_rank": node_rank, "head": head}
@@ -231,11 +230,8 @@ def doctor(
     arguments += [f"folder={folder.absolute()}"] if folder is not None else []
     arguments += [f"profile={profile.absolute()}"] if profile is not None else []
     options = local.drop_unset(placement)
-    if "nodes" not in options:
-        terms.adopt_srun()
-        if runtime.launched():
-            local.refuse_placement(placement)
-            return run_code("module", _DOCTOR, arguments)
+    if local.adopt_rank(options, placement) is not None:
+        return run_code("module", _DOCTOR, arguments)
     with tempfile.TemporaryDirectory(prefix="meshpar-doctor-") as logs:
         # Rank 0 prints the report; the exit code of findings is no failure of a rank.
         findings = Path(logs) / "findings"

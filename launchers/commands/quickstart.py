@@ -106,14 +106,12 @@ def _farewell(out: Path) -> str:
     }
     width = max(len(str(out / file)) for file in files)
     lines = [f"  {out / file!s:<{width}}  {what}" for file, what in files.items()]
-    return (
-        "\n".join(lines)
-        + f"""
-
-Try next:
-  tensorboard --logdir {out / TENSORBOARD}    # show the curves
-  meshpar generate {out / "export"} 'def main('    # complete your own beginning
-  meshpar train {out / "recipe.yaml"} mesh=dp_replicate=2 passes=auto training.steps=1000    # resume on a third mesh
-  meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine    # train on your own text
-  meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8    # print the bytes of each of 512 ranks"""
-    )
+    commands = [
+        f"tensorboard --logdir {out / TENSORBOARD}    # show the curves",
+        f"meshpar generate {out / 'export'} 'def main('    # complete your own beginning",
+        f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000    "
+        "# resume on a third mesh",
+        "meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine    # train on your own text",
+        "meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8    # print the bytes of each of 512 ranks",
+    ]
+    return "\n".join([*lines, "", "Try next:", *(f"  {command}" for command in commands)])

@@ -39,7 +39,7 @@ class Finding:
 
 def all_findings(found: Found) -> list[Finding]:
     checks: tuple[Callable[[Found], Iterator[Finding]], ...] = (
-        _versions_and_settings, _devices, _visible, _interfaces, _names, _infiniband, _clocks, _limits, _shm,
+        _versions_and_settings, _devices, _visible, _interfaces, _names, _infiniband, _clocks, _limits,
     )  # fmt: skip
     return [finding for check in checks for finding in check(found)]
 
@@ -220,9 +220,6 @@ def _limits(found: Found) -> Iterator[Finding]:
         what = f"the limit of open files is low: {len(found)} ranks need {needed} in a process"
         where = "; ".join(f"{fact['host']}: {fact['open_files']}" for fact in few)
         yield Finding(what, where, f"raise it: ulimit -n {max(65536, 2 * needed)}")
-
-
-def _shm(found: Found) -> Iterator[Finding]:
     free = {fact["host"]: 0 if fact["shm"] is None else fact["shm"]["free"] for fact in _one_a_host(found)}
     if where := "; ".join(f"{host}: {size / GIB:.2f} GiB free" for host, size in free.items() if size < SHM):
         what = "little free space in /dev/shm, which NCCL and data workers use"

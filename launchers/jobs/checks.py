@@ -36,7 +36,7 @@ from meshpar.training.experts import balance_problems
 from meshpar.training.objectives import teacher_problems
 from meshpar.training.samples import tokenizers_problem
 from meshpar.training.text import PACKED, UNPLAIN, TextSource, kind_of
-from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from meshpar.training.tokenizer import train_bpe
 from meshpar.training.tokens import TokenFile, training_texts
 from meshpar.training.tracking import usable
 from meshpar.trials.separable import check_separable
@@ -304,8 +304,8 @@ def _file_problems(recipe: Recipe) -> Problems:
                 count = _look_at(recipe, section, path)[0]
                 tokens += count if trained else 0
                 if recipe.data.mix and name not in tokenizers:
-                    binary = section.source == "tokens"
-                    tokenizer = TokenFile.open(expanded(Path(path))) if binary else _tokenizer_of(recipe)
+                    file = TokenFile.open(expanded(Path(path))) if section.source == "tokens" else None
+                    tokenizer = file or datasets.named_tokenizer(recipe.data)
                     if tokenizer is not None:
                         tokenizers[name] = tokenizer.vocab_size, tokenizer.eos_id
             except (RecipeError, OSError) as error:
@@ -328,7 +328,7 @@ def _look_at(recipe: Recipe, section: DataSection, path: str) -> tuple[int, tupl
         file = TokenFile.open(expanded(Path(path)))
         file.check_ids(file.ids()[:_TOKENS_READ])
         return file.tokens, ()
-    tokenizer = _tokenizer_of(recipe) if section.source == "chat" else None
+    tokenizer = datasets.named_tokenizer(recipe.data) if section.source == "chat" else None
     text = datasets.source_of(recipe, section, (path,), tokenizer)
     if isinstance(text, ChatSource):
         datasets.check_template(recipe, text.template, tokenizer)
@@ -359,11 +359,3 @@ def _short_vocabulary(recipe: Recipe, *, whole: bool) -> str:
     except RecipeError as error:
         return str(error)
     return ""
-
-
-def _tokenizer_of(recipe: Recipe) -> TextTokenizer | None:
-    """Return the tokenizer of text before it is prepared; None for one that is made of the text."""
-    name = recipe.data.tokenizer
-    if name in (None, "bytes"):
-        return byte_tokenizer()
-    return None if name == "bpe" else load_tokenizer(str(name), eos=recipe.data.eos)

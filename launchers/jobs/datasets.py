@@ -23,7 +23,7 @@ from meshpar.training.lighthouse import this_replica
 from meshpar.training.samples import LabelledExamples, MappedSamples, MixedSamples, PackedTokens, PairedExamples
 from meshpar.training.template import ChatTemplate, chat_template
 from meshpar.training.text import STDLIB, SUFFIXES, Reading, TextSource
-from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer
+from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, byte_tokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 
 _BEFORE: dict[str, Any] = {
@@ -123,9 +123,15 @@ def vocab_size_of(recipe: Recipe) -> int:
     parts = parts_of(data).values()
     if all(part.source == "tokens" for part in parts):
         return max(TokenFile.open(expanded(Path(part.paths[0]))).vocab_size for part in parts)
+    tokenizer = named_tokenizer(data)
+    return data.vocab_size if tokenizer is None else tokenizer.vocab_size
+
+
+def named_tokenizer(data: DataSection) -> TextTokenizer | None:
+    """Return the tokenizer of text before it is prepared; None for one that is made of the text."""
     if data.tokenizer in (None, "bytes"):
-        return 257
-    return data.vocab_size if data.tokenizer == "bpe" else load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
+        return byte_tokenizer()
+    return None if data.tokenizer == "bpe" else load_tokenizer(str(data.tokenizer), eos=data.eos)
 
 
 def parts_of(data: DataSection) -> dict[str, DataSection]:

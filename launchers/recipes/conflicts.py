@@ -28,8 +28,6 @@ def conflicts(recipe: Recipe, *, disks: bool) -> Conflicts:
     """Yield fields that are wrong together; ``disks``: the folders of the model must exist here."""
     yield from _length_problems(recipe)
     yield from _source_problems(recipe)
-    yield from _mix_problems(recipe)
-    yield from _chat_problems(recipe)
     yield from _tokenizer_problems(recipe)
     yield from _objective_problems(recipe)
     yield from _model_problems(recipe, disks=disks)
@@ -100,10 +98,6 @@ def _source_problems(recipe: Recipe) -> Conflicts:
                 yield f"data.{'mix' if data.mix else 'paths'}", f"{reads}, got {path!r}{as_lines(expanded(Path(path)))}"
     if data.validation_paths and data.validation_fraction:
         yield "data.validation_fraction", "set either validation_paths or validation_fraction, not both"
-
-
-def _mix_problems(recipe: Recipe) -> Conflicts:
-    data = recipe.data
     if (data.source == "mix") != bool(data.mix):
         how = "mix: [{source: files, paths: [...], weight: 0.7}, ...], without another source"
         yield "data.mix", f"a mixture is written {how}"
@@ -124,8 +118,8 @@ def _mix_problems(recipe: Recipe) -> Conflicts:
         yield "data.mix", problem
 
 
-def _chat_problems(recipe: Recipe) -> Conflicts:
-    data = recipe.data
+def _tokenizer_problems(recipe: Recipe) -> Conflicts:
+    data, weights = recipe.data, recipe.model.weights
     if data.template is not None and data.source != "chat":
         yield "data.template", "a chat template requires source: chat"
     templates = {part.template for part in data.mix if part.source == "chat"}
@@ -134,14 +128,10 @@ def _chat_problems(recipe: Recipe) -> Conflicts:
         text = f"the conversations have several templates, {named}, and a model learns one; set one template for all"
         yield "data.mix", text
     unnamed = [part for part in (data.mix or (data,)) if part.source == "chat" and part.template is None]
-    if unnamed and data.tokenizer in (None, "bytes", "bpe") and recipe.model.weights is None:
+    if unnamed and data.tokenizer in (None, "bytes", "bpe") and weights is None:
         name = data.tokenizer or "bytes"
         text = f"tokenizer {name} has no chat template; write template: chatml or llama3, or a file"
         yield "data.template", text
-
-
-def _tokenizer_problems(recipe: Recipe) -> Conflicts:
-    data, weights = recipe.data, recipe.model.weights
     if data.packing == "best_fit" and data.documents == "joined":
         text = "best_fit keeps documents whole, and documents: joined makes one text of them; use one of the two"
         yield "data.packing", text

@@ -79,6 +79,10 @@ class Job:
         """The mesh, or the number of ranks on each node."""
         return str(self.mesh or f"{self.nodes} x {self.ranks_per_node} ranks")
 
+    def values(self) -> dict[str, object]:
+        """Return what the templates of all targets say of a job."""
+        return {"name": self.label, "command": self.made_by, "shape": self.shape, "nodes": self.nodes}
+
     def work(self, recipe: str) -> list[str]:
         """Return what ``meshpar run`` runs: the script and its arguments, or the path ``recipe``."""
         return list(self.script) or [recipe]

@@ -238,13 +238,10 @@ class TrainJob(OnKubernetes):
 def _shared(target: Kubernetes | TrainJob, job: Job) -> dict[str, object]:
     limits = {"nvidia.com/gpu": str(job.gpus_per_node or ""), "cpu": target.cpu, "memory": target.memory}
     return {
-        "name": job.label,
-        "shape": job.shape,
-        "command": job.made_by,
+        **job.values(),
         "namespace": target.namespace,
         "labels": {KUEUE: target.kueue} if target.kueue else {},
         "suspend": True if target.kueue else "",
-        "nodes": job.nodes,
         "image": target.image,
         "limits": {key: value for key, value in limits.items() if value},
     }

@@ -52,10 +52,7 @@ class SkyPilot(Target):
                 f"write -o accelerators={name}, or --gpus-per-node {count}"
             )
         values = {
-            "name": job.label,
-            "shape": job.shape,
-            "command": job.made_by,
-            "nodes": job.nodes,
+            **job.values(),
             "ranks": job.ranks_per_node,
             "accelerators": f"{name}:{job.gpus_per_node}" if job.gpus_per_node else "",
             "restarts": self.restarts,

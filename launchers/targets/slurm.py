@@ -137,11 +137,10 @@ class Slurm(Target):
         # the lines with which the tasks of an array find the one that puts their replicas together
         meeting = {"run": shlex.quote(str(job.run)), "complete": COMPLETE}
         values = {
+            **job.values(),
             **meeting,
             "name": shlex.quote(job.name),
-            "command": job.made_by,
             "tasks": f"an array of {tasks}" if replicas else "one task a node",
-            "shape": job.shape,
             "output": shlex.quote(str(job.folder / ("slurm-%A_%a.out" if replicas else "slurm-%j.out"))),
             "cwd": shlex.quote(str(Path.cwd())),
             "nodes": span if replicas else job.nodes,
