@@ -39,7 +39,7 @@ class Finding:
 
 def all_findings(found: Found) -> list[Finding]:
     checks: tuple[Callable[[Found], Iterator[Finding]], ...] = (
-        _versions_and_settings, _devices, _visible, _interfaces, _names, _infiniband, _clocks, _limits,
+        _versions, _devices, _settings, _visible, _interfaces, _names, _infiniband, _clocks, _limits,
     )  # fmt: skip
     return [finding for check in checks for finding in check(found)]
 
@@ -82,14 +82,10 @@ def _fact(kind: str, name: str, missing: str | None) -> Callable[[Facts], Any]:
     return lambda fact: fact[kind].get(name, missing)
 
 
-def _versions_and_settings(found: Found) -> Iterator[Finding]:
-    for kind, missing, what, do in (
-        ("versions", "none", "versions of {} differ", "install the same {} on every node"),
-        ("settings", "unset", "{} differs between ranks", "set the same value on every node, or unset it on all"),
-    ):
-        for name in sorted({name for fact in found for name in fact[kind]}):
-            if where := _differ(found, _fact(kind, name, missing)):
-                yield Finding(what.format(name), where, do.format(name))
+def _versions(found: Found) -> Iterator[Finding]:
+    for name in sorted({name for fact in found for name in fact["versions"]}):
+        if where := _differ(found, _fact("versions", name, "none")):
+            yield Finding(f"versions of {name} differ", where, f"install the same {name} on every node")
 
 
 def _devices(found: Found) -> Iterator[Finding]:
@@ -99,6 +95,13 @@ def _devices(found: Found) -> Iterator[Finding]:
         if device is not None and len(members) > 1:
             do = "start at most one rank per device (--nproc), and check that CUDA_VISIBLE_DEVICES hides none"
             yield Finding(f"{len(members)} ranks share one device of {host}", ranks_text(members), do)
+
+
+def _settings(found: Found) -> Iterator[Finding]:
+    for name in sorted({name for fact in found for name in fact["settings"]}):
+        if where := _differ(found, _fact("settings", name, "unset")):
+            do = "set the same value on every node, or unset it on all"
+            yield Finding(f"{name} differs between ranks", where, do)
 
 
 def _visible(found: Found) -> Iterator[Finding]:
