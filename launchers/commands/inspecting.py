@@ -107,6 +107,7 @@ def forecast_recipe(
     ranks = None if nodes is None and gpus_per_node is None else (nodes or 1) * profile.node
     recipe = recipe_or_shape(source, overrides, trust=trust)
     ranks = ranks or ranks_of(recipe.mesh, profile, search=search)
+    forecasts: Sequence[Forecast]
     ranking = _search_plans(recipe, profile, ranks, elastic) if search else None
     if ranking is not None:
         forecasts = ranking.best

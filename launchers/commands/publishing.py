@@ -85,7 +85,8 @@ def export(
         )
         return
     if repository is not None or text is not None:
-        local(src), local(dst)
+        for address in (src, dst):
+            local(address)
     export_step(chosen_step(src, best), place(dst))
 
 

@@ -40,9 +40,12 @@ def add_reporters(recipe: Recipe, par: Parallelized, trainer: Trainer, stack: co
     else:
         reporters = make(trainer.step)
         trainer.reports.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
+
+    def close(reporter: Reporter) -> None:
+        reporter.close(trainer.ended)  # which is known when this is called
+
     for reporter in trainer.reports.reporters:
-        # how the training has ended is known when this is called
-        stack.callback(lambda reporter=reporter: reporter.close(trainer.ended))
+        stack.callback(close, reporter)
 
 
 def _reporters(recipe: Recipe, trainer: Trainer, step: int) -> tuple[Reporter, ...]:
@@ -175,7 +178,7 @@ def forecast_feedback(recipe: Recipe, device: torch.device, console: Reporter) -
     """Return the reporter if the recipe requests a forecast, on hardware with a profile."""
     wanted = recipe.training.forecast
     hardware = wanted if isinstance(wanted, str) else profile_of(device) if wanted else None
-    counted = "cuda" if device.type == "cuda" else "cpu"
+    counted: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
     return [] if hardware is None else [ForecastFeedback(recipe, hardware, console, counted=counted)]
 
 

@@ -208,12 +208,12 @@ def _visible_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
         return bool(missing)
 
     data, resume = recipe.data, recipe.checkpoint.resume
-    templates = [part.template for part in (data, *data.mix) if part.template not in TEMPLATES]
+    templates = [data.template, *(part.template for part in data.mix)]
     files: dict[str, Sequence[object]] = {
         "data.paths": data.paths,
         "data.validation_paths": data.validation_paths,
         "data.mix": [path for part in data.mix for path in (*part.paths, *part.validation_paths)],
-        "data.template": templates,
+        "data.template": [template for template in templates if template not in TEMPLATES],
     }
     missing = [absent(field, *paths) for field, paths in files.items()]
     if any(missing):
@@ -224,7 +224,8 @@ def _visible_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
     if resume not in ("auto", "never") and absent("checkpoint.resume", resume):
         recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"resume": "auto"})})
     unknown = False
-    for name, owner in (("model", recipe), ("teacher.model", recipe.teacher)):
+    owners: tuple[tuple[str, Any], ...] = (("model", recipe), ("teacher.model", recipe.teacher))
+    for name, owner in owners:
         if owner is not None:
             config = getattr(owner.model, "config", None)
             unknown |= absent(f"{name}.config", config) if isinstance(config, str) else False
@@ -260,7 +261,7 @@ def list_jobs(root: Path) -> str:
     launches = list(map(_read, files))
     if not launches:
         raise LaunchError(f"no launches in {root}; expected {root}/NAME/launches/001, which `meshpar launch` writes")
-    states, notes = dict[Path, tuple[str, str]](), []
+    states, notes = dict[Path, tuple[str, str]](), list[str]()
     targets = {name: target for name, target, _ in reversed(launches)}
     for name in dict.fromkeys(name for name, _, _ in launches):
         jobs = [job for job_name, _, job in launches if job_name == name]
