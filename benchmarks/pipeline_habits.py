@@ -154,7 +154,7 @@ HABITS: dict[str, Habit] = {
     "none": _habit("batches", (ONCE,), step="micro = []"),
     "generated": _habit("batches", backward="total = par.backward((one for one in micro), loss)"),
     "reports": _habit("batches", (ALWAYS,), value="value = value, {'rows': torch.tensor(float(len(x))), 'size': out.detach().abs().sum()}", backward=("total, sums = par.backward(micro, loss)", 'record |= {f"{name} {step}": par.data_sum(one.clone()) for name, one in sums.items()}')),
-    "rows_apart": _habit("batches", step="micro = [(x[:1], y[:1]) if n else (x, y) for n, (x, y) in enumerate(micro)]"),
+    "rows_apart": _habit("batches", step="micro = [(x[: len(x) // 2], y[: len(y) // 2]) if n else (x, y) for n, (x, y) in enumerate(micro)]"),
     "not_called": _habit("batches", (ONCE,), backward="total = par.backward(micro, lambda module, batch: torch.zeros((), requires_grad=True))"),
     "called_twice": _loss("batches", value="value = value + 0.1 * module(x).pow(2).mean()"),
     # Reads of values
@@ -196,7 +196,7 @@ HABITS: dict[str, Habit] = {
     "loaded_state": _habit("writes", stepped="module.load_state_dict(module.state_dict())"),
     # Evaluations
     "evaluates": _habit("evaluates", stepped='record[f"eval {step}"] = mean(torch.stack(par.forward(micro, lambda module, batch: criterion(module(batch[0]), batch[1]))).sum())'),
-    "evaluates_in_eval": _habit("evaluates", stepped=("module.eval()", 'record[f"eval {step}"] = mean(torch.stack([one.sum() for one in par.forward(micro, lambda module, batch: module(batch[0]))]).sum())', "module.train()")),
+    "evaluates_in_eval": _habit("evaluates", stepped=("module.eval()", 'record[f"eval {step}"] = mean(torch.stack([one.mean() for one in par.forward(micro, lambda module, batch: module(batch[0]))]).sum())', "module.train()")),
     "evaluates_first": _habit("evaluates", (ALWAYS,), start="par.forward([batches(0, par)[0]], lambda module, batch: module(batch[0]).sum())"),
     "evaluates_between": _habit("evaluates", between="par.forward(micro, lambda module, batch: module(batch[0]).sum())"),
     "evaluates_penalty": _habit("evaluates", stepped=f"par.forward(micro, lambda module, batch: module(batch[0]).sum() + {SUM})"),

@@ -774,6 +774,12 @@ ROWS = [
         {"other cuts by PipelineParallel(stages=...)": "stages=(1, 3)"},
     ),
     Tested(
+        "an optimizer steps in a hook of a backward",
+        "tests/passes/pipeline/test_stage_habits.py::"
+        "test_optimizers_that_step_in_hooks_are_refused_where_gradients_are_parts_and_the_remedy_is_exact",
+        {"call optimizer.step() after par.backward": "on_stages(plain_loss, make=make)"},
+    ),
+    Tested(
         "loss reads or writes gradients",
         "tests/passes/pipeline/test_stage_habits.py::"
         "test_gradients_that_loss_clears_are_refused_on_all_stages_and_the_remedies_are_exact",

@@ -172,7 +172,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
         layers = Layers(
             portion,
             self.schedule,
-            {name: found for name, found in shared.items() if rank in found},
+            shared,
             [name for name in common if not isinstance(before[name], nn.Parameter)],
         )
         kept_here = {*dict(module.named_parameters(remove_duplicate=False)), *_stored_buffers(module)}

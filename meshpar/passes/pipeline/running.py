@@ -40,7 +40,7 @@ class Layers:
     Args:
         portion: of the model, on this rank.
         schedule: see :func:`meshpar.passes.pipeline.schedule.actions`.
-        shared: parameters that other stages have, too -> the ranks of the group that do.
+        shared: parameters that several stages have -> the ranks of the group that do.
         buffers: persistent ones that all stages have.
 
     Attributes:
@@ -108,6 +108,11 @@ class Layers:
         """Parameters that other stages have, too -> the ranks of the group that do."""
         return self._ties.shared
 
+    @property
+    def gradients_are_parts(self) -> bool:
+        """A backward leaves gradients that the step goes on to add to: those of other micro-batches or stages."""
+        return self._count > 1 or bool(self.shared)
+
     def counted_elsewhere(self) -> set[int]:
         """Return the numbers of the parameters that the norm over all stages counts on another stage."""
         elsewhere = [name for name, ranks in self.shared.items() if ranks[0] != self.rank]
@@ -151,11 +156,11 @@ class Layers:
                     reduces(place == len(todo))
                     self._back(action, *running.pop((action.chunk, action.number)))
             self._messages.settle_all()
-            self._share(totals)
+            used = self._share(totals)
         except BaseException:
             abandon()
             raise
-        self._ties.add_up(before)
+        self._ties.add_up(before, used)
         self._action = None
 
     def _begin_step(self, before: int) -> None:
@@ -246,18 +251,18 @@ class Layers:
             totals.add(value)
         self.goes_on = True
 
-    def _share(self, totals: Totals) -> None:
-        """Give all stages the sums of the last one."""
+    def _share(self, totals: Totals) -> list[bool]:
+        """Give all stages the sums of the last one; return of each shared parameter whether a stage has used it."""
         has = self.rank == self.ranks - 1
         form = totals.form() if has else self._form
         inputs = self._inputs.digests(totals.loss)  # the others' losses are 0
-        flags = [float(form != self._form), float(self._errors.error is not None)]
+        flags = [float(form != self._form), float(self._errors.error is not None), *self._ties.used()]
         noted = [totals.loss, *(torch.full_like(totals.loss, flag) for flag in flags), *inputs]
         mine = torch.stack([number.double() for number in noted])
         numbers = mine.new_empty(self.ranks * len(mine))
         self._messages.exchanged(all_gather, numbers, mine, group=self.group)
         numbers = numbers.view(self.ranks, -1)
-        changed, failed = self._flags(flags, numbers)
+        changed, failed, *used = self._flags(flags, numbers)
         if failed:
             self._refuse(())
         self._inputs.compare(numbers[:, 1 + len(flags) :])
@@ -272,6 +277,7 @@ class Layers:
                 flat = flat.new_empty(sum(math.prod(shape) for _, shape, _ in self._form[1]))
             dist.broadcast(flat, group=self.group, group_src=self.ranks - 1)
         totals.take(numbers[:, 0].sum().to(totals.loss.dtype), self._form, flat)
+        return used if self._transfers.supposed is None else [True] * len(used)
 
     def _flags(self, mine: list[float], numbers: Tensor) -> list[bool]:
         """Return of each flag whether a stage has it: from the ``numbers`` of all, or by the hosts beside a device."""

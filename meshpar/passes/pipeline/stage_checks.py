@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, Final, NoReturn, final
 
@@ -160,12 +160,18 @@ class StageTies:
 
     Args:
         portion: of the model, on this rank.
-        shared: parameters that other stages have, too -> the ranks of the group that do.
+        shared: parameters that several stages have -> the ranks of the group that do.
         messages: of this rank.
     """
 
     def __init__(self, portion: Portion, shared: dict[str, tuple[int, ...]], messages: Messages) -> None:
-        self._portion, self.shared, self._messages = portion, shared, messages
+        self._portion, self._of_all, self._messages = portion, shared, messages
+        self.shared = {name: ranks for name, ranks in shared.items() if portion.rank in ranks}
+
+    def used(self) -> list[float]:
+        """Return 1.0 for each shared parameter of which this stage has a gradient, in one order on all stages."""
+        module = self._portion.module
+        return [float(name in self.shared and module.get_parameter(name).grad is not None) for name in self._of_all]
 
     def set_aside(self) -> dict[str, Tensor | None]:
         """Take away the gradients that shared parameters have from before, which are sums over stages already."""
@@ -176,13 +182,17 @@ class StageTies:
         return kept
 
     @torch.no_grad()
-    def add_up(self, before: dict[str, Tensor | None]) -> None:
-        """Add up the gradients of parameters that the two ends or all ranks have: each saw its own uses alone."""
+    def add_up(self, before: dict[str, Tensor | None], used: Iterable[bool]) -> None:
+        """Add up the gradients of parameters that the two ends or all ranks have: each saw its own uses alone. Those
+        that no stage has ``used`` have none.
+        """
+        of_all = dict(zip(self._of_all, used, strict=True))
         # the first stage is behind the last one in the ring of their messages
         other, to, back = (self._portion.last, BACK, FORTH) if self._portion.rank == 0 else (0, FORTH, BACK)
         for name, kept in before.items():
             parameter = self._portion.module.get_parameter(name)
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or not of_all[name]:
+                parameter.grad = kept
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -87,9 +87,9 @@ def masked_loss(module, batch, seen=None):
     return cross_entropy(module(torch.where(mask, VOCAB - 1, batch)), batch) / 4
 
 
-def in_one_process(loss, after=lambda net: None, **options):
+def in_one_process(loss, after=lambda net: None, make=model, **options):
     """Return losses and the last weights of steps in one process."""
-    net = model(**options)
+    net = make(**options)
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.3), []
     torch.manual_seed(7)
     for step in range(STEPS):
@@ -245,6 +245,62 @@ def test_a_penalty_over_all_parameters_in_loss_is_refused_on_all_stages():
     torch.testing.assert_close(
         par.state_dict(full=True, everywhere=True), dict(plain.state_dict()), rtol=1e-9, atol=1e-9
     )
+
+
+def tied_model():
+    net = model()
+    net.head.weight = net.embed.weight
+    return net
+
+
+def step_in_hooks(net):
+    for parameter in net.parameters():
+        step = torch.optim.SGD([parameter], lr=0.3).step
+        parameter.register_post_accumulate_grad_hook(lambda parameter, step=step: step())
+
+
+@on_ranks(2)
+def test_optimizers_that_step_in_hooks_are_refused_where_gradients_are_parts_and_the_remedy_is_exact():
+    for make, number in ((model, 2), (tied_model, 1)):
+        par = Plan("pp=2", [PipelineParallel()]).apply(make())
+        step_in_hooks(par.module)
+        with pytest.raises(MeshparError, match=r"an optimizer steps in a hook|another stage of pp failed"):
+            par.backward(micro_batches(0, number), plain_loss)
+        assert_equal(on_stages(plain_loss, make=make), in_one_process(plain_loss, make=make))
+    par, net = Plan("pp=2", [PipelineParallel()]).apply(model()), model()
+    for module, run in ((par.module, partial(par.backward, micro_batches(0, 1), plain_loss)), (net, None)):
+        step_in_hooks(module)
+        run() if run else plain_loss(net, *micro_batches(0, 1)).backward()
+    torch.testing.assert_close(par.state_dict(full=True, everywhere=True), dict(net.state_dict()), rtol=1e-9, atol=1e-9)
+
+
+@on_ranks(2)
+def test_shared_weights_that_no_stage_used_get_no_gradient():
+    class Scaled(Model):
+        def __init__(self):
+            super().__init__()
+            self.gain, self.scales = nn.Parameter(torch.tensor(2.0)), True
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x) * self.gain if self.scales else block(x)
+            return self.head(self.norm(x))
+
+    torch.manual_seed(0)
+    par = Plan("pp=2", [PipelineParallel()]).apply(Scaled().double())
+    par.backward(micro_batches(0), plain_loss)
+    assert par.module.gain.grad is not None
+    before = par.module.gain.grad.clone()
+    par.module.scales = False
+    par.backward(micro_batches(0), plain_loss)
+    torch.testing.assert_close(par.module.gain.grad, before)
+    par.module.zero_grad()
+    par.backward(micro_batches(0), plain_loss)
+    assert par.module.gain.grad is None
+    par = Plan("pp=2", [PipelineParallel()]).apply(tied_model())
+    par.backward([], plain_loss)
+    assert all(parameter.grad is None for parameter in par.module.parameters())
 
 
 @on_ranks(2)
