@@ -271,7 +271,7 @@ class StageNumbers(Guard):
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         if not trains:
             return
-        if self._reverses and self._layers is not None and self._layers.gradients_are_parts:
+        if self._layers is not None and self._layers.edges.reverses and self._layers.gradients_are_parts:
             raise MeshparError(
                 "an optimizer steps in a hook of a backward, and other micro-batches or stages of pp have yet to add "
                 "to its gradients; call optimizer.step() after par.backward"

@@ -170,10 +170,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
         placed = (*anatomy.blocks, *outside, *anatomy.tail, *anatomy.idle)
         common = [name for name in before if not any(name.startswith(f"{other}.") for other in placed)]
         layers = Layers(
-            portion,
-            self.schedule,
-            shared,
-            [name for name in common if not isinstance(before[name], nn.Parameter)],
+            portion, self.schedule, shared, [name for name in common if not isinstance(before[name], nn.Parameter)]
         )
         kept_here = {*dict(module.named_parameters(remove_duplicate=False)), *_stored_buffers(module)}
         elsewhere = OtherLayers(_shapes({name: one for name, one in before.items() if name not in kept_here}))

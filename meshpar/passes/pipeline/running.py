@@ -126,6 +126,7 @@ class Layers:
         abandon: Callable[[], None],
         totals: Totals,
         counted: Callable[[int], object] = bool,
+        leaves: Callable[[list[Tensor]], object] = bool,
     ) -> None:
         """Run forwards and backwards of all micro-batches by the schedule.
 
@@ -136,6 +137,7 @@ class Layers:
             abandon: is called where an error ends the step after it has begun.
             totals: gets the sums, on all stages.
             counted: is called with the number of micro-batches, on which the stages have agreed.
+            leaves: is called with what each forward hands on to the next stage, where its backward begins.
 
         Collective over the stages.
         """
@@ -151,7 +153,10 @@ class Layers:
                 self.begins(action)
                 if action.kind == "F":
                     self._forth(action, partial(self._lose, batches[action.number], loss, totals))
-                    running[action.chunk, action.number] = self.edges.turn.arrived, self.edges.turn.left
+                    turn = self.edges.turn
+                    running[action.chunk, action.number] = turn.arrived, turn.left
+                    if turn.stage < self.portion.last:
+                        leaves(turn.left)
                 else:
                     reduces(place == len(todo))
                     self._back(action, *running.pop((action.chunk, action.number)))

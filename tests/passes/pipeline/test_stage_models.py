@@ -373,6 +373,8 @@ def assert_as_one_process(name, mesh, passes, ranks=1):
         if not step:
             grads = {key: one.grad for key, one in par.module.named_parameters()}
             grads = {key: None if one is None else whole_tensor(one).clone() for key, one in grads.items()}
+            with pytest.raises(MeshparError, match="would get another number"):
+                torch.nn.utils.get_total_norm([one for one in par.module.parameters() if one.grad is not None])
         par.clip_grad_norm_(0.05)
         optimizer.step()
         optimizer.zero_grad()
