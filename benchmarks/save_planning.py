@@ -35,9 +35,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshpar import ModelLayout
 from meshpar.checkpoints import CheckpointManager, Manifest
 from meshpar.checkpoints.format.manifest import SavedPart
-from meshpar.checkpoints.format.writing import WrittenFile
+from meshpar.checkpoints.format.writing import Layout, WriteReport, WrittenFile, layout_of, pack, report_of
 from meshpar.checkpoints.steps.planning import Alike, Described, Planning
-from meshpar.checkpoints.steps.recording import Layout, Report, layout_of, pack, report_of
 from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.storage.place import Place
 from meshpar.exchange.host_messages import FAN_OUT
@@ -208,7 +207,7 @@ def plan_saves(layers: int, ranks: int, replicas: int, *, commit: bool = False) 
     def answer(rank: int, mine: Any) -> Any:
         if isinstance(mine, Layout):
             return reported[rank][0]
-        if isinstance(mine, Report):
+        if isinstance(mine, WriteReport):
             if rank not in reported:
                 files = files_of(rank, list(zip(others[rank].alike, plans[rank]._share)), folder)
                 reported[rank] = layout_of(files), report_of(files, layout_of(files))
@@ -222,7 +221,7 @@ def plan_saves(layers: int, ranks: int, replicas: int, *, commit: bool = False) 
         return plans[rank]._greet(others[rank], Peer(rank, ranks))
 
     noticed: list[Described] = []
-    reported: dict[int, tuple[Layout, Report]] = {}
+    reported: dict[int, tuple[Layout, WriteReport]] = {}
 
     def write(self: Saving) -> list[WrittenFile]:
         return files_of(0, list(zip(noticed[-1].alike, plans[0]._share)), folder)

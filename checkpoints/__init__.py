@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from meshpar.checkpoints.export.published import Digest
     from meshpar.checkpoints.export.safetensors import export_safetensors
     from meshpar.checkpoints.format.dcp import DistributedCheckpoint
-    from meshpar.checkpoints.format.foreign import TorchWeights
     from meshpar.checkpoints.format.manifest import Manifest, read_manifest
-    from meshpar.checkpoints.format.safetensors import Safetensors
     from meshpar.checkpoints.format.verify import verify_files
+    from meshpar.checkpoints.format.weights import Safetensors, TorchWeights
     from meshpar.checkpoints.steps.importing import import_safetensors
     from meshpar.checkpoints.steps.inspecting import (
         diff_steps,
@@ -55,26 +54,18 @@ __all__ = [
     "verify_step",
 ]
 
+_TOOLS = ("diff_steps", "list_steps", "pin_step", "prune_steps", "remove_step", "show_step", "verify_step")
 _HOMES = {
     "export.gguf": ("export_gguf",),
     "export.live": ("Published", "export_module"),
     "export.published": ("Digest",),
     "export.safetensors": ("export_safetensors",),
     "format.dcp": ("DistributedCheckpoint",),
-    "format.foreign": ("TorchWeights",),
     "format.manifest": ("Manifest", "read_manifest"),
-    "format.safetensors": ("Safetensors",),
     "format.verify": ("verify_files",),
+    "format.weights": ("Safetensors", "TorchWeights"),
     "steps.importing": ("import_safetensors",),
-    "steps.inspecting": (
-        "diff_steps",
-        "list_steps",
-        "pin_step",
-        "prune_steps",
-        "remove_step",
-        "show_step",
-        "verify_step",
-    ),
+    "steps.inspecting": _TOOLS,
     "steps.manager": ("CheckpointManager",),
     "steps.restoring": ("RestoredState",),
     "steps.steps": ("open_step",),

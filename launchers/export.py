@@ -19,13 +19,12 @@ from meshpar.checkpoints.export.quantizing import Quantization
 from meshpar.checkpoints.export.safetensors import ExportOptions, files_beside_weights, write_safetensors
 from meshpar.checkpoints.export.target import apart, free_target, make_on_disk
 from meshpar.checkpoints.format.manifest import MODEL, read_manifest
-from meshpar.checkpoints.format.safetensors import weights_in
 from meshpar.checkpoints.format.verify import Verify, verify_files
+from meshpar.checkpoints.format.weights import weights_in
 from meshpar.checkpoints.steps.steps import Steps, checkpoints_in, open_step
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import read_json
-from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, on_disk, place
-from meshpar.checkpoints.storage.transfer import copy_file, fetched
+from meshpar.checkpoints.storage.place import Place, PlaceLike, copy_file, entries, fetched, on_disk, place
 from meshpar.core.errors import CheckpointError, LayoutError
 from meshpar.core.registry import layout_for
 from meshpar.launchers.jobs.job import RECIPE, TOKENIZER

@@ -1,8 +1,6 @@
-"""Write a model as one GGUF file for llama.cpp, tile by tile, by the package ``gguf``: float16, or quantised to q8_0 or
-q4_0.
+"""Write a model as one GGUF file for llama.cpp, tile by tile, by the package ``gguf``.
 
-Names of tensors, of keys and the quantising itself are the package's. The package lacks the order of rows that
-llama.cpp requires of each architecture, which follows ``conversion/`` of ggml-org/llama.cpp (release b9600).
+The order of rows of each architecture follows ``conversion/`` of ggml-org/llama.cpp (release b9600).
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.storage.disk import ReadFile
 from meshpar.checkpoints.storage.files import memory_of, read_json, tiles, write_all
-from meshpar.checkpoints.storage.place import Place, PlaceLike, place
-from meshpar.checkpoints.storage.transfer import fetched
+from meshpar.checkpoints.storage.place import Place, PlaceLike, fetched, place
 from meshpar.core.errors import CheckpointError, brief
 from meshpar.process.imports import need
 from meshpar.weights import Permute, Transpose, TypedSource, Unstack, WeightMap
@@ -38,6 +35,7 @@ _TILE_BYTES = 2 << 20  # of float32 values; a multiple of every block
 _NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers of old transformers
 _CONVERT = "for others, export plain safetensors and run llama.cpp's convert_hf_to_gguf.py on the folder"
 _EXPERTS = ("num_experts", "num_local_experts")  # of checkpoints, and of transformers' own configs
+# entries of the config that llama.cpp does not read, and what it computes
 _COMPUTED = {
     "use_sliding_window": False,
     "norm_topk_prob": True,
@@ -46,15 +44,14 @@ _COMPUTED = {
     "scale_attn_by_inverse_layer_idx": False,
     "scale_attn_weights": True,
 }
-"""Entries of the config that llama.cpp does not read, and what it computes."""
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# how a byte-level tokenizer cuts text, and llama.cpp's name for it
 _REGEXES = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
     rf"{_WORDS}|\p{{N}}{{1,3}}{_REST}": "llama-bpe",
     rf"{_WORDS}|\p{{N}}{_REST}": "qwen2",
 }
-"""How a byte-level tokenizer cuts text, and llama.cpp's name for it."""
 
 
 def _llama_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
@@ -88,6 +85,7 @@ class Architecture:
     norms: float = 0.0  # what is added to the norms' weights
 
 
+# by `model_type`
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama_rules),
     "qwen2": Architecture("qwen2"),
@@ -96,7 +94,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture("gemma", norms=1.0),
     "gpt2": Architecture("gpt2", _gpt2_rules),
 }
-"""By ``model_type``."""
 
 
 def export_gguf(
@@ -113,15 +110,13 @@ def export_gguf(
     averaged: str = "trained",
     overwrite: bool = False,
 ) -> Place:
-    """Export the model of a checkpoint to ``dst/model-KIND.gguf`` for llama.cpp, in a few MiB of memory. Requires
-    ``meshpar[gguf]``.
+    """Export the model of a checkpoint to ``dst/model-KIND.gguf`` for llama.cpp. Requires ``meshpar[gguf]``.
 
     >>> export_gguf("run/checkpoints/latest", "run/gguf", "q8_0", "run/tokenizer")  # doctest: +SKIP
 
     Args:
         src: as for :func:`meshpar.checkpoints.export_safetensors`, as are the arguments that are not listed.
-        dst: the folder to write; it appears once it is complete. A file for a store is written to a temporary folder
-            first.
+        dst: the folder to write; it appears once it is complete.
         kind: ``"f16"``; ``"q8_0"``, ``"q4_0"``: blocks of 32 values. Embeddings and heads are float16 in each, norms
             and routers float32.
         tokenizer: a folder with a byte-level BPE in ``tokenizer.json``; None: the file has no vocabulary, and runs on
@@ -171,9 +166,10 @@ def write_gguf(src: PlaceLike | TypedSource, dst: PlaceLike, options: ExportOpti
         for name in source.shapes():
             for piece in source.pieces(name):
                 check_piece(piece)
+    offsets = {name: architecture.norms for name in names if name.endswith("norm.weight")}
     with make_on_disk(target, overwrite=options.overwrite) as folder:
         path = folder / f"model-{kind}.gguf"
-        _write_file(path, library, writer, laid_out, names, kinds, architecture, config, options.progress)
+        _write_file(path, library, writer, laid_out, names, kinds, offsets, _rope_factors(config), options.progress)
     return place(dst)
 
 
@@ -272,11 +268,8 @@ def _kinds(
     """Return how to store each tensor."""
     types = library.GGMLQuantizationType
     quantized = types[kind.upper()]
-    layers = {
-        name.removesuffix(".weight"): shapes[name]
-        for name in names
-        if name.endswith(".weight") and len(shapes[name]) > 1
-    }
+    matrices = [name for name in names if name.endswith(".weight") and len(shapes[name]) > 1]
+    layers = {name.removesuffix(".weight"): shapes[name] for name in matrices}
     chosen = set(fitting(high, layers))
     kinds: dict[str, Any] = {}
     for name in names:
@@ -298,13 +291,15 @@ def _write_file(
     source: TypedSource,
     names: Mapping[str, str],
     kinds: Mapping[str, Any],
-    architecture: Architecture,
-    config: Mapping[str, Any],
+    offsets: Mapping[str, float],
+    extra: torch.Tensor | None,
     progress: Progress | None,
 ) -> None:
-    numpy = need("numpy")
-    shapes, extra = source.shapes(), _rope_factors(config)
-    sizes = {name: _nbytes(library, shapes[name], kinds[name]) for name in names}
+    """Write the header and the tensors, with ``offsets`` added to some, and ``extra`` as divisors of frequencies."""
+    numpy, shapes, sizes = need("numpy"), source.shapes(), dict[str, int]()
+    for name in names:
+        block, block_bytes = library.GGML_QUANT_SIZES[kinds[name]]
+        sizes[name] = math.prod(shapes[name]) // block * block_bytes
     if extra is not None:
         writer.add_tensor_info("rope_freqs.weight", extra.shape, numpy.dtype(numpy.float32), extra.nbytes)
     for name, new in names.items():
@@ -320,9 +315,8 @@ def _write_file(
             write_all(file.fileno(), memory_of(extra))
             _pad(file.fileno(), extra.nbytes, writer.data_alignment)
         for name in names:
-            offset = architecture.norms if name.endswith("norm.weight") else 0.0
             for values in read_tiles(source, name, torch.float32, tiles(shapes[name], 4, _TILE_BYTES)):
-                data = library.quants.quantize(values.add_(offset).numpy(), kinds[name])
+                data = library.quants.quantize(values.add_(offsets.get(name, 0.0)).numpy(), kinds[name])
                 if kinds[name] == library.GGMLQuantizationType.F16 and not numpy.isfinite(data).all():
                     raise CheckpointError(
                         f"{name} has values that float16 cannot hold; export it by transformers' formats, such as fp8"
@@ -335,11 +329,6 @@ def _write_file(
 
 def _pad(descriptor: int, size: int, alignment: int) -> None:
     write_all(descriptor, memoryview(bytes(-size % alignment)))
-
-
-def _nbytes(library: ModuleType, shape: tuple[int, ...], kind: Any) -> int:
-    block, size = library.GGML_QUANT_SIZES[kind]
-    return math.prod(shape) // block * size
 
 
 def _rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
@@ -370,11 +359,11 @@ def _write_tokenizer(library: ModuleType, writer: Any, folder: Path | None, voca
     types = library.TokenType
     texts, kinds = [], []
     for number in range(vocabulary):
-        special = added.get(number)
-        texts.append(special["content"] if special else ids.get(number, f"[PAD{number}]"))
-        if special:
+        if special := added.get(number):
+            texts.append(special["content"])
             kinds.append(types.CONTROL if special["special"] else types.USER_DEFINED)
         else:
+            texts.append(ids.get(number, f"[PAD{number}]"))
             kinds.append(types.NORMAL if number in ids else types.UNUSED)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_pre(path, data, merges))

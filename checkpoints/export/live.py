@@ -15,8 +15,9 @@ from meshpar.checkpoints.export.moving import (
     DividedTensor,
     MovedSource,
     NotingSource,
-    Owners,
     OwnersOf,
+    PartOwners,
+    RenamedSource,
     Tile,
     in_buckets,
 )
@@ -31,12 +32,11 @@ from meshpar.checkpoints.export.safetensors import (
 )
 from meshpar.checkpoints.export.target import free_target, make_beside
 from meshpar.checkpoints.format.copying import Progress
-from meshpar.checkpoints.steps.commit import remove
 from meshpar.checkpoints.steps.planning import Planning
-from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.steps.state import Checkpointable, check_have_memory, model_state
-from meshpar.checkpoints.steps.steps import Steps
+from meshpar.checkpoints.steps.steps import Steps, remove
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError
@@ -54,17 +54,13 @@ Adapters = Literal["merged", "only"]
 class LiveModule(Checkpointable, Protocol):
     """A :class:`meshpar.Parallelized` whose weights are streamed."""
 
-    def reshard(self) -> None:
-        """Free gathered parameters."""
-        ...
+    def reshard(self) -> None: ...
 
 
 class Averages(Protocol):
     """A :class:`meshpar.state.averaging.Averaged`."""
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the average by the names of the parameters."""
-        ...
+    def state_dict(self) -> Mapping[str, Any]: ...
 
 
 class TensorMeta(NamedTuple):
@@ -201,8 +197,7 @@ class Published:
         return every
 
     def _of_all_stages(self) -> dict[str, _Description] | None:
-        """Return shape, dtype and parts of the tensors of all stages, which the first stage that has one sends; None
-        where every rank has all layers.
+        """Return the tensors of all stages, which the first stage that has one sends; None where all have all layers.
 
         Collective where layers are divided.
         """
@@ -233,9 +228,10 @@ class Published:
         factors = {name for pair in pairs.values() for name in pair}
         source: TypedSource = tensors
         if self._adapters == "only" and adapted:
-            source, weights = tensors.renamed({_peft_name(name): name for name in factors}), WeightMap()
+            names = {f"base_model.model.{base_name(name).replace(f'.{NAME}.', '.')}": name for name in factors}
+            source, weights = RenamedSource(tensors, names), WeightMap()
         elif self._adapters == "merged":
-            frozen = tensors.renamed({name: name for name in tensors.shapes() if name not in factors})
+            frozen = RenamedSource(tensors, {name: name for name in tensors.shapes() if name not in factors})
             source = MergedAdapters(frozen, dict(_factors(tensors, adapted, pairs))) if adapted else tensors
         else:
             raise CheckpointError(
@@ -247,8 +243,7 @@ class Published:
         return converted, dtypes, list(itertools.chain.from_iterable(files.values()))
 
 
-_Description = tuple[torch.Size, torch.dtype, Owners]
-"""Shape, dtype and parts of a tensor."""
+_Description = tuple[torch.Size, torch.dtype, PartOwners]  # shape, dtype and parts of a tensor
 
 
 def _said_by(rank: int, say: Callable[[], T]) -> T:
@@ -293,10 +288,6 @@ def _pair(tensors: NotingSource, a: str, b: str) -> tuple[Tensor, Tensor]:
     return tensors.whole(a), tensors.whole(b)
 
 
-def _peft_name(name: str) -> str:
-    return f"base_model.model.{base_name(name).replace(f'.{NAME}.', '.')}"
-
-
 def _version(tensor: Tensor) -> tuple[int, int]:
     """Return the number of in-place changes, of a DTensor and of this rank's part of it."""
     local = local_tensor(tensor)
@@ -314,8 +305,7 @@ def export_module(
     overwrite: bool = False,
     timeout_s: float = 1800.0,
 ) -> Place:
-    """Export a parallel module without gathering it in memory. Temporarily uses twice the model's size on the disk, or
-    in the store.
+    """Export a parallel module without gathering it, by twice the model's size on the disk, or in the store.
 
     Collective: every rank calls it, with the same ``dst`` on a file system that all share, or a URL.
 
@@ -335,7 +325,7 @@ def export_module(
     Raises:
         CheckpointError: on every rank, if any rank fails.
     """
-    ranks = Ranks(timeout_s)
+    ranks = SavingRanks(timeout_s)
     target = place(dst).resolve()
 
     def begin() -> Place:

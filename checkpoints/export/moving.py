@@ -1,7 +1,6 @@
 """Tensors of which ranks hold parts, moved to one rank a bucket at a time.
 
-What is read of the tensors is noted first (:class:`NotingSource`), so that all ranks know the same slices in the same
-order. :class:`MovedSource` then sends the parts of a bucket to the rank that reads them, while it reads the last one.
+Reads are noted first, so that all ranks know the same slices in the same order; then the parts of a bucket travel.
 """
 
 from __future__ import annotations
@@ -26,20 +25,15 @@ from meshpar.tensors.placements import held_by_this_rank, local_index, local_ten
 from meshpar.weights import TypedSource
 from meshpar.weights.rules import Spans, overlap, spans_of, within
 
-Owners = list[tuple[Spans, list[int]]]
-"""Parts of a tensor, and the ranks that have each."""
+PartOwners = list[tuple[Spans, list[int]]]  # parts of a tensor, and the ranks that have each
 
 
 class DividedTensor(NamedTuple):
-    """A tensor of which ranks hold parts, and the dtype that its values have in the module.
-
-    Attributes:
-        owners: its parts, as other stages sent them; None: as the placements of this rank's tensor say.
-    """
+    """A tensor of which ranks hold parts, and the dtype that its values have in the module."""
 
     tensor: Tensor
     dtype: torch.dtype
-    owners: Owners | None = None
+    owners: PartOwners | None = None  # as other stages sent them; None: by the placements of this rank's tensor
 
 
 class TensorSlice(NamedTuple):
@@ -89,20 +83,15 @@ class NotingSource:
         return notes
 
     def whole(self, name: str) -> Tensor:
-        """Read a tensor whole."""
         divided = self._tensors[name]
         out = torch.empty(divided.tensor.shape, dtype=divided.dtype, device=self.device)
         self.read(name, tuple(slice(0, size) for size in out.shape), out)
         return out
 
-    def renamed(self, names: Mapping[str, str]) -> RenamedSource:
-        """Return some of the tensors under other names: new -> own."""
-        return RenamedSource(self, names)
-
 
 @final
 class RenamedSource:
-    """Some tensors of a source under other names."""
+    """Some tensors of a source under other names: new -> the source's."""
 
     def __init__(self, source: TypedSource, names: Mapping[str, str]) -> None:
         self._source, self._names = source, {name: names[name] for name in in_order(names)}
@@ -124,9 +113,9 @@ class OwnersOf:
     """The parts of tensors and their ranks; none where ``to`` gets a tensor from ranks that do not share it."""
 
     def __init__(self, to: int) -> None:
-        self._to, self._by_layout = to, dict[Any, Owners]()
+        self._to, self._by_layout = to, dict[Any, PartOwners]()
 
-    def __call__(self, tensor: Tensor) -> Owners:
+    def __call__(self, tensor: Tensor) -> PartOwners:
         if not isinstance(tensor, DTensor):
             return [(tuple((0, size) for size in tensor.shape), [self._to])]
         mesh = tensor.device_mesh
@@ -145,22 +134,22 @@ class OwnersOf:
 class SortedOwners:
     """The parts of a tensor in the order of the dimension that is cut most often."""
 
-    def __init__(self, owners: Owners) -> None:
+    def __init__(self, owners: PartOwners) -> None:
         cuts = [len({spans[dim] for spans, _ in owners}) for dim in range(len(owners[0][0]))]
         self._dim = cuts.index(max(cuts))
         self._owners = sorted(owners, key=lambda part: part[0][self._dim][0])
         self._starts = [spans[self._dim][0] for spans, _ in self._owners]
         self._widest = max(spans[self._dim][1] - spans[self._dim][0] for spans, _ in owners)
 
-    def near(self, spans: Spans) -> Owners:
+    def near(self, spans: Spans) -> PartOwners:
         """Return the parts that may meet a slice: those whose beginnings are near its own."""
         begin, end = spans[self._dim]
         first = bisect.bisect_right(self._starts, begin - self._widest)
         return self._owners[first : bisect.bisect_left(self._starts, end)]
 
 
+# the parts of a slice: the sender of each, its spans in the tensor, and its values; None: this rank has them
 _Received = list[tuple[int, Spans, Tensor | None]]
-"""The parts of a slice: the sender of each, its spans in the tensor, and its values; None: this rank has them."""
 
 
 @final
@@ -184,11 +173,9 @@ class MovedSource(NotingSource):
             out[within(spans, wanted.spans)].copy_(self._read_here(name, spans) if values is None else values)
 
     def move(self, buckets: Iterator[list[Tile]]) -> Iterator[list[Tile]]:
-        """Yield buckets whose parts can be read until the next one; what is yielded next is on its way meanwhile.
-
-        Hosts wait for the receiver, because sends on a device return at once: a rank begins a bucket when the receiver
-        is through with the last but one.
-        """
+        """Yield buckets whose parts can be read until the next one, which is on its way meanwhile."""
+        # Hosts wait for the receiver, because sends on a device return at once: a rank begins a bucket when the
+        # receiver is through with the last but one.
         ahead, hosts, through = None, runtime.hosts(), torch.zeros(1, dtype=torch.uint8, device="cpu")
         for number, bucket in enumerate(itertools.chain(buckets, (None,))):
             if number > 1 and bucket is not None:
@@ -211,7 +198,11 @@ class MovedSource(NotingSource):
                 if sender != self._to and self._rank in (self._to, sender):
                     sizes[sender] = _aligned(sizes.get(sender, 0)) + _count(spans) * wanted.dtype.itemsize
         rooms = [_aligned(size) for size in sizes.values()]
-        buffers = dict(zip(sizes, self._buffer(sum(rooms)).split(rooms)))
+        self._buffers.reverse()  # the other one is being read
+        if self._buffers[0].numel() < sum(rooms):
+            self._buffers[0] = torch.empty(0)  # free it first
+            self._buffers[0] = torch.empty(sum(rooms), dtype=torch.uint8, device=self._buffer_device)
+        buffers = dict(zip(sizes, self._buffers[0][: sum(rooms)].split(rooms)))
         used = dict.fromkeys(buffers, 0)
         waiting: list[tuple[TensorSlice, _Received]] = []
         for wanted, parts in slices:
@@ -233,17 +224,7 @@ class MovedSource(NotingSource):
         ]
         return dist.batch_isend_irecv(calls) if calls else [], waiting if receives else []
 
-    def _buffer(self, size: int) -> Tensor:
-        """Return memory that is in use until the next call but one."""
-        free, last = self._buffers
-        if free.numel() < size:
-            self._buffers[0] = free = torch.empty(0)
-            free = torch.empty(size, dtype=torch.uint8, device=self._buffer_device)
-        self._buffers = [last, free]
-        return free[:size]
-
     def _read_here(self, name: str, spans: Spans) -> Tensor:
-        """Return what this rank has of a tensor."""
         tensor, dtype, _ = self._tensors[name]
         local_spans = spans_of(held_by_this_rank(tensor), tuple(tensor.shape))
         return local_tensor(tensor)[within(spans, local_spans)].to(dtype)
@@ -251,21 +232,17 @@ class MovedSource(NotingSource):
     def _parts(self, wanted: TensorSlice) -> list[tuple[int, Spans]]:
         """Divide a slice among the ranks that have it: the one that gets it, otherwise one after another."""
         self._count += 1
+        divided = self._tensors[wanted.name]
+        owners = self._owners(divided.tensor) if divided.owners is None else divided.owners
+        if wanted.spans and len(owners) > 1:
+            if id(owners) not in self._sorted:
+                self._sorted[id(owners)] = SortedOwners(owners)
+            owners = self._sorted[id(owners)].near(wanted.spans)
         parts = []
-        for spans, ranks in self._near(wanted):
+        for spans, ranks in owners:
             if (shared := overlap(wanted.spans, spans)) is not None:
                 parts.append((self._to if self._to in ranks else ranks[self._count % len(ranks)], shared))
         return parts
-
-    def _near(self, wanted: TensorSlice) -> Owners:
-        """Return the parts of a tensor that may meet a slice, by bisection."""
-        divided = self._tensors[wanted.name]
-        owners = self._owners(divided.tensor) if divided.owners is None else divided.owners
-        if not wanted.spans or len(owners) < 2:
-            return owners
-        if id(owners) not in self._sorted:
-            self._sorted[id(owners)] = SortedOwners(owners)
-        return self._sorted[id(owners)].near(wanted.spans)
 
 
 def in_buckets(tiles: Iterable[Tile], limit: int) -> Iterator[list[Tile]]:
@@ -287,15 +264,12 @@ _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakr
 
 
 def stream_group() -> dist.ProcessGroup:
-    """Return the group of all ranks for streams alone: on a device messages of a group wait for its collectives, and
-    the default group may be an axis's.
-
-    Collective where it is called first: every rank calls it.
-    """
+    """Return the group of all ranks for streams alone; collective where it is called first."""
+    # on a device messages of a group wait for its collectives, and the default group may be an axis's
     world: Any = dist.group.WORLD
     if world not in _GROUPS:
-        made: Any = dist.new_group(group_desc="published", timeout=shared_timeout())
-        _GROUPS[world] = made
+        group: Any = dist.new_group(group_desc="published", timeout=shared_timeout())
+        _GROUPS[world] = group
     return _GROUPS[world]
 
 

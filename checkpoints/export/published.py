@@ -11,12 +11,11 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints.format.copying import are_copied, check_piece, read_tiles
-from meshpar.checkpoints.format.dcp import DistributedCheckpoint, Stored
+from meshpar.checkpoints.format.dcp import DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
 from meshpar.checkpoints.steps.steps import open_step
-from meshpar.checkpoints.storage.checksums import crc32
-from meshpar.checkpoints.storage.files import TILE_BYTES, Box, memory_of, tiles
+from meshpar.checkpoints.storage.files import TILE_BYTES, Box, crc32, memory_of, tiles
 from meshpar.checkpoints.storage.place import PlaceLike
 from meshpar.core.errors import CheckpointError, MeshparError
 from meshpar.weights import Mapped, TypedSource, WeightMap, average_called
@@ -40,8 +39,7 @@ class Digest:
         """Add the next tensor."""
         values = tensor.detach().cpu().contiguous()
         checksum = crc32(memory_of(values)) if values.numel() else 0
-        line = f"{name} {dtype_text(tensor.dtype)} {tuple(tensor.shape)} {checksum:08x}\n"
-        self._sum.update(line.encode())
+        self._sum.update(f"{name} {dtype_text(tensor.dtype)} {tuple(tensor.shape)} {checksum:08x}\n".encode())
 
     def hexdigest(self) -> str:
         """Return the digest of what was added."""
@@ -49,7 +47,6 @@ class Digest:
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """Return a dtype's name: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -58,9 +55,7 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1
 
 @final
 class StoredModel:
-    """The model's tensors of a checkpoint, by the module's names, each tied tensor under its first; ``averaged``: the
-    average whose values are taken of the tensors that it has.
-    """
+    """The model's tensors of a checkpoint by the module's names, with the values of an average where it has them."""
 
     def __init__(
         self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]], averaged: str | None = None
@@ -74,23 +69,18 @@ class StoredModel:
             )
         if not saved:
             raise CheckpointError(f"{source.folder} has no tensors of a model (no name begins with {MODEL!r})")
-        self._drop_tied(tied)
-        for clean, name in self._names.items() if averaged is not None else ():
-            average = f"{AVERAGES}{averaged}.{name.removeprefix(MODEL)}"
-            self._names[clean] = average if average in source.tensors else name
-
-    def _drop_tied(self, tied: Sequence[Sequence[str]]) -> None:
-        for group in tied:
+        for group in tied:  # each under its first name
             owner, *others = [name for name in group if name in self._names] or [""]
             for other in others:
-                if self._stored(owner) != self._stored(other) and not same_tensor(self, owner, other):
+                first, second = (source.tensors[self._names[name]] for name in (owner, other))
+                if first != second and not same_tensor(self, owner, other):
                     raise CheckpointError(
                         f"{owner} and {other} are tied but differ in the checkpoint; the export would lose one"
                     )
                 del self._names[other]
-
-    def _stored(self, name: str) -> Stored:
-        return self._source.tensors[self._names[name]]
+        for clean, name in self._names.items() if averaged is not None else ():
+            average = f"{AVERAGES}{averaged}.{name.removeprefix(MODEL)}"
+            self._names[clean] = average if average in source.tensors else name
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: self._source.tensors[key].shape for name, key in self._names.items()}
@@ -102,16 +92,15 @@ class StoredModel:
         self._source.read(self._names[name], index, out)
 
     def pieces(self, name: str) -> list[Box]:
-        chunks = sorted(self._stored(name).chunks, key=lambda chunk: chunk.offsets)
-        return [self._source.box(self._names[name], chunk) for chunk in chunks]
+        stored = self._names[name]
+        chunks = sorted(self._source.tensors[stored].chunks, key=lambda chunk: chunk.offsets)
+        return [self._source.box(stored, chunk) for chunk in chunks]
 
 
 def published_model(
     path: PlaceLike, weights: WeightMap | None = None, verify: Verify = "size", averaged: str = "trained"
 ) -> PublishedModel:
-    """Return the model of a committed step (``.../latest``; of a folder of steps: its newest) as a source of weights by
-    its published names; arguments as for :func:`meshpar.checkpoints.export_safetensors`.
-    """
+    """Return the model of a step by its published names; arguments as of ``export_safetensors``."""
     folder = open_step(path)
     manifest = read_manifest(folder)
     try:
@@ -121,8 +110,12 @@ def published_model(
     stored = StoredModel(open_verified(folder, manifest, verify, whole=False), manifest.tied, average)
     names = WeightMap.from_json(manifest.weights) if weights is None else weights
     published = PublishedModel(stored, names.publish(stored), manifest.config)
-    if verify == "full":
-        published.check_what_is_rebuilt()
+    if verify == "full":  # now of what is rearranged; the rest is checked while it is copied
+        shapes = published.shapes().items()
+        copied = {published.origin(name) for name, shape in shapes if are_copied(published.pieces(name), shape)}
+        for name in stored.shapes():
+            for piece in stored.pieces(name) if name not in copied else ():
+                check_piece(piece)
     return published
 
 
@@ -131,22 +124,11 @@ class PublishedModel:
     """The model's tensors under their published names, and its config."""
 
     def __init__(self, model: StoredModel, mapped: Mapped, config: Mapping[str, Any] | None) -> None:
-        self._model, self._mapped, self.config = model, mapped, config
-        self.shapes, self.dtypes, self.read = mapped.shapes, mapped.dtypes, mapped.read
-
-    def check_what_is_rebuilt(self) -> None:
-        """Check the stored tensors that are rearranged; the others are checked while they are copied."""
-        copied = {
-            self._mapped.origin(name)
-            for name, shape in self._mapped.shapes().items()
-            if are_copied(self.pieces(name), shape)
-        }
-        for name in self._model.shapes():
-            for piece in self._model.pieces(name) if name not in copied else ():
-                check_piece(piece)
+        self._model, self.config = model, config
+        self.shapes, self.dtypes, self.read, self.origin = mapped.shapes, mapped.dtypes, mapped.read, mapped.origin
 
     def pieces(self, name: str) -> list[Box]:
-        origin = self._mapped.origin(name)
+        origin = self.origin(name)
         return [] if origin is None else self._model.pieces(origin)
 
 
@@ -162,22 +144,19 @@ def in_order(names: Iterable[str]) -> list[str]:
 def in_files(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int, *, scaled: bool = False
 ) -> dict[str, list[str]]:
-    """Divide the tensors of a published model among files of ``limit`` bytes, unless one tensor alone is larger.
-
-    In a file, larger items come first, so that every tensor begins at a multiple of its item's size, as readers that
-    map the file want it; with ``scaled``, scales follow their weights where tensors are aligned all the same.
-    """
+    """Divide the tensors of a published model among files of ``limit`` bytes, unless one tensor alone is larger."""
     if limit < 1:
         raise CheckpointError(f"max_shard_size is {limit}; expected at least 1 byte")
     groups: list[list[str]] = [[]]
     size = 0
     for name in shapes:
-        bytes_ = nbytes(shapes[name], dtypes[name])
-        if groups[-1] and size + bytes_ > limit:
+        size += nbytes(shapes[name], dtypes[name])
+        if groups[-1] and size > limit:
             groups.append([])
-            size = 0
+            size = nbytes(shapes[name], dtypes[name])
         groups[-1].append(name)
-        size += bytes_
+    # Larger items come first, so that every tensor begins at a multiple of its item's size, as readers that map the
+    # file require. ``scaled``: scales follow their weights where tensors are aligned all the same.
     for group in groups:
         if not scaled or any(nbytes(shapes[name], dtypes[name]) % 8 for name in group):
             group.sort(key=lambda name: -dtypes[name].itemsize)
@@ -187,7 +166,6 @@ def in_files(
 
 
 def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor."""
     return math.prod(shape) * dtype.itemsize
 
 

@@ -1,9 +1,7 @@
-"""Quantise the linear weights of a model tile by tile, in the layouts of compressed-tensors, which vLLM and
-transformers load.
+"""Quantise the linear weights of a model tile by tile, in the layouts of compressed-tensors.
 
-Weights are rounded to nearest. One scale serves a row (``fp8``, ``int8``), a block of 128 x 128 (``fp8-block``) or 128
-values of a row (``int4``): the largest absolute value over half the stored type's range, as ``calculate_qparams`` of
-vllm-project/compressed-tensors 0.20.
+Weights are rounded to nearest. A scale is the largest absolute value over half the stored type's range, as
+``calculate_qparams`` of vllm-project/compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -26,22 +24,8 @@ from meshpar.weights.rules import Spans, spans_of
 _TILE_ELEMENTS = 512 << 10  # of a weight at a time: float32 values and what is made of them stay in a core's cache
 _BYTES = 4 << 20  # of a tile of any other tensor
 # Parts of a module's name: embeddings, heads, routers, norms, and T5's wo, which transformers reads as float32.
-_HIGH = (
-    "*embed*",
-    "wte",
-    "wpe",
-    "shared",
-    "*head",
-    "score",
-    "classifier",
-    "gate",
-    "*_gate",
-    "*router*",
-    "*norm*",
-    "ln_*",
-    "*_bias",
-    "wo",
-)
+_HIGH = ("*embed*", "wte", "wpe", "shared", "*head", "score", "classifier")
+_HIGH += ("gate", "*_gate", "*router*", "*norm*", "ln_*", "*_bias", "wo")
 # layers of transformers' Conv1D, with (in, out) weights
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
@@ -78,7 +62,10 @@ class Scheme:
         if self.dtype.is_floating_point:
             return rows.clamp_(-self.largest, self.largest).to(self.dtype), scales
         values = rows.round_().clamp_(-self.largest - 1, self.largest).to(torch.int8)
-        return (values if self.packed == 1 else _packed(values)), scales
+        if self.packed > 1:  # eight values of 4 bits, plus 8, in each int32, the first in the lowest bits
+            nibbles = (values + 8).view(torch.uint8)
+            values = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).view(torch.int32)
+        return values, scales
 
     def config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """Return ``quantization_config``, as compressed-tensors writes it."""
@@ -122,12 +109,6 @@ SCHEMES: Mapping[str, Scheme] = {
 }  # fmt: skip
 
 
-def _packed(values: torch.Tensor) -> torch.Tensor:
-    """Return eight values of 4 bits, plus 8, in each int32, the first in the lowest bits."""
-    nibbles = (values + 8).view(torch.uint8)
-    return (nibbles[:, ::2] | nibbles[:, 1::2] << 4).view(torch.int32)
-
-
 def is_high(module: str) -> bool:
     """Return whether a module's weight is kept as it is by default: of embeddings, heads, routers, norms."""
     return any(fnmatchcase(part, pattern) for part in module.split(".") for pattern in _HIGH)
@@ -142,24 +123,21 @@ def fitting(patterns: Sequence[str], modules: Mapping[str, object]) -> set[str]:
 
 @final
 class Quantized:
-    """A published model's tensors, its linear weights (two dims, ``*.weight``) quantised; a :class:`StoredSource` for
-    those that stay.
+    """A published model's tensors, its linear weights (two dims, ``*.weight``) quantised.
 
-    ``dtype``: of the other floating-point tensors and of the scales; None: as they are (scales: as their weight, at
-    least 16 bits). ``high``: patterns of modules whose weights also stay. ``checked``: compare the stored bytes of a
-    weight with their checksum before it is quantised.
+    ``dtype``: of the scales and of the other floating-point tensors. ``high``: patterns of modules whose weights also
+    stay. ``checked``: compare the stored bytes of a weight with their checksum before it is quantised.
     """
 
     def __init__(
         self, source: TypedSource, scheme: Scheme, dtype: torch.dtype | None, high: Sequence[str], *, checked: bool
     ) -> None:
         self._source, self._scheme, self._checked = source, scheme, checked
-        dtypes, shapes = source.dtypes(), source.shapes()
-        modules = {
-            name.removesuffix(".weight"): shape
-            for name, shape in shapes.items()
-            if _is_linear(name, shape, dtypes[name])
-        }
+        dtypes, shapes, modules = source.dtypes(), source.shapes(), dict[str, tuple[int, ...]]()
+        for name, shape in shapes.items():
+            wide = dtypes[name].is_floating_point and dtypes[name].itemsize > 1
+            if wide and name.endswith(".weight") and len(shape) == 2 and math.prod(shape) > 0:
+                modules[name.removesuffix(".weight")] = shape
         chosen = fitting(high, modules)
         self.kept = [child for child in modules if is_high(child) or child in chosen]
         self.layers = {name: shape for name, shape in modules.items() if name not in self.kept}
@@ -180,20 +158,19 @@ class Quantized:
         """Note the stored tensors of a layer."""
         scheme, (rows, columns) = self._scheme, self.layers[module]
         name = f"{module}.weight" if scheme.packed == 1 else f"{module}.weight_packed"
-        stored: list[tuple[str, str, tuple[int, ...], torch.dtype]] = [
-            (name, "weight", (rows, columns // scheme.packed), scheme.dtype)
-        ]
-        stored += [(f"{module}.weight_scale", "scale", scheme.grid((rows, columns)), scale_dtype)]
-        stored += [(f"{module}.weight_shape", "shape", (2,), torch.int64)] if scheme.packed > 1 else []
-        for key, part, shape, dtype in stored:
+        stored = {
+            name: ("weight", (rows, columns // scheme.packed), scheme.dtype),
+            f"{module}.weight_scale": ("scale", scheme.grid((rows, columns)), scale_dtype),
+        }
+        if scheme.packed > 1:
+            stored[f"{module}.weight_shape"] = "shape", (2,), torch.int64
+        for key, (part, shape, dtype) in stored.items():
             self._parts[key], self._shapes[key], self._dtypes[key] = (module, part), shape, dtype
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return every stored tensor's name and shape."""
         return self._shapes
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Return every stored tensor's name and dtype."""
         return self._dtypes
 
     def pieces(self, name: str) -> Sequence[Box]:
@@ -216,7 +193,6 @@ class Quantized:
             yield (start, min(shape[0], start + step)), (0, shape[1])
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
-        """Copy ``tensor[index]`` into ``out``."""
         module, part = self._parts.get(name, ("", ""))
         if not part:
             self._source.read(name, index, out)
@@ -258,16 +234,11 @@ class Quantized:
                 self._keep(module, first // self._scheme.block[0], self._stored(module, first, stop, device)[1])
         return torch.cat(self._scales[1])
 
-    def entry(self) -> dict[str, Any]:
-        """Return the entry of ``config.json`` that describes the quantised weights."""
+    def config(self) -> dict[str, Any]:
+        """Return ``quantization_config``, as compressed-tensors writes it."""
         # a tied head has no tensor of its own
         heads = [] if any(name.endswith("lm_head") for name in self.kept) else ["lm_head"]
-        return {"quantization_config": self._scheme.config([*self.kept, *heads])}
-
-
-def _is_linear(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    wide = dtype.is_floating_point and dtype.itemsize > 1
-    return wide and name.endswith(".weight") and len(shape) == 2 and math.prod(shape) > 0
+        return self._scheme.config([*self.kept, *heads])
 
 
 def _check_shapes(layers: Mapping[str, tuple[int, ...]], scheme: Scheme) -> None:

@@ -1,8 +1,4 @@
-"""Export: write a checkpoint's model as safetensors under its published names, streamed from file to file.
-
-An export runs in one process, without a process group and without building the model. Memory stays at a few MiB for any
-model size.
-"""
+"""Export: write a checkpoint's model as safetensors under its published names, streamed from file to file."""
 
 from __future__ import annotations
 
@@ -14,41 +10,28 @@ from typing import Any, final
 
 import torch
 
-from meshpar.checkpoints.export.published import in_files, nbytes, published_model
+from meshpar.checkpoints.export.published import dtype_text, in_files, nbytes, published_model
 from meshpar.checkpoints.export.quantizing import Quantization, Quantized, scheme_for
 from meshpar.checkpoints.export.target import apart, free_target, make_whole
 from meshpar.checkpoints.format.copying import ByteCount, Copier, Progress, StoredSource, are_copied, read_tiles
-from meshpar.checkpoints.format.safetensors import INDEX_NAME, write_header
 from meshpar.checkpoints.format.verify import Verify
+from meshpar.checkpoints.format.weights import INDEX_NAME, write_header
 from meshpar.checkpoints.steps.steps import open_step
 from meshpar.checkpoints.storage.files import aligned, element_at, memory_of, tiles
-from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
-from meshpar.checkpoints.storage.transfer import copy_file
+from meshpar.checkpoints.storage.place import Place, PlaceLike, copy_file, entries, place
 from meshpar.core.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
 from meshpar.weights.rules import Spans
 
 TILE_BYTES = 8 << 20
 MAX_SHARD_BYTES = 5 << 30
-_NOT_TOKENIZER = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".distcp",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-    ".safetensors.index.json",
-)
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".distcp", ".h5", ".msgpack", ".gguf")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """How a model is exported: the arguments of :func:`export_safetensors` and :func:`export_gguf`, of which each reads
-    its own; ``quantize`` may also be a kind of GGUF.
-    """
+    """How a model is exported: the arguments of :func:`export_safetensors` and :func:`export_gguf`."""
 
     dtype: torch.dtype | None = None
     max_shard_size: int = MAX_SHARD_BYTES
@@ -84,6 +67,8 @@ def export_safetensors(
     overwrite: bool = False,
 ) -> Place:
     """Export the model of a checkpoint to ``dst``: safetensors (with an index for several files), config and tokenizer.
+
+    Runs in one process, without a process group, in a few MiB of memory.
 
     >>> export_safetensors("run/checkpoints/latest", "run/hf", dtype=torch.bfloat16)  # doctest: +SKIP
 
@@ -146,7 +131,7 @@ def write_safetensors(src: PlaceLike | TypedSource, dst: PlaceLike, options: Exp
     source, config = open_model(src, options)
     source, dtypes = convert(source, options, config)
     if isinstance(source, Quantized):
-        config = {**(config or {}), **source.entry()}
+        config = {**(config or {}), "quantization_config": source.config()}
     tokenizer_files = files_beside_weights(options.tokenizer) if options.tokenizer is not None else []
     with make_whole(target, overwrite=options.overwrite) as folder:
         _write_model(folder, source, dtypes, options)
@@ -155,7 +140,11 @@ def write_safetensors(src: PlaceLike | TypedSource, dst: PlaceLike, options: Exp
         if options.generation:
             _write_json(folder / "generation_config.json", options.generation)
         if config:  # last: where nothing can be renamed, an export without it is not complete
-            _write_json(folder / "config.json", {**config, **_dtype_entry(config, dtypes)})
+            kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point and dtype.itemsize > 1}
+            if len(kinds) == 1:
+                key = "torch_dtype" if "torch_dtype" in config else "dtype"
+                config = {**config, key: dtype_text(kinds.pop())}
+            _write_json(folder / "config.json", config)
     return place(dst)
 
 
@@ -189,7 +178,7 @@ def convert(
     if options.high:
         raise CheckpointError("high names weights that are not quantised; pass quantize as well")
     return source, {
-        name: dtype if dtype is not None and stored_dtype.is_floating_point else stored_dtype
+        name: stored_dtype if dtype is None or not stored_dtype.is_floating_point else dtype
         for name, stored_dtype in source.dtypes().items()
     }
 
@@ -215,17 +204,13 @@ def _write_model(folder: Place, source: TypedSource, dtypes: Mapping[str, torch.
     for file, names in files.items():
         _write_file(folder / file, source, names, dtypes, count)
     if len(files) > 1:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
-        _write_json(folder / INDEX_NAME, index)
+        weight_map = {name: file for file, names in files.items() for name in names}
+        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_file(
     path: Place, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: ByteCount
 ) -> None:
-    """Write one safetensors file and bring it to the disk."""
     whole, stored = source.shapes(), source if isinstance(source, StoredSource) else None
     shapes = {name: whole[name] for name in names}
     header, positions = write_header(shapes, dtypes)
@@ -237,9 +222,8 @@ def _write_file(
             pieces = stored.pieces(name) if stored is not None else ()
             if are_copied(pieces, shape):
                 for piece in sorted(pieces, key=lambda piece: piece.offsets):  # in the order of the file
-                    copier.copy(
-                        piece, dtypes[name], positions[name] + element_at(piece.offsets, shape) * dtypes[name].itemsize
-                    )
+                    start = positions[name] + element_at(piece.offsets, shape) * dtypes[name].itemsize
+                    copier.copy(piece, dtypes[name], start)
             else:
                 position = positions[name]
                 for tile in read_tiles(source, name, dtypes[name], tiles_of(source, name, dtypes[name])):
@@ -265,19 +249,10 @@ def _write_json(path: Place, data: Mapping[str, Any]) -> None:
     path.write_durably((json.dumps(data, indent=2) + "\n").encode())
 
 
-def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
-    """Return the config's entry of the weights' dtype, if all floating-point tensors have the same."""
-    kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point and dtype.itemsize > 1}
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return {key: str(kinds.pop()).removeprefix("torch.")} if len(kinds) == 1 else {}
-
-
 def files_beside_weights(folder: PlaceLike) -> list[Place]:
-    """Return the files of a published model's folder that are neither weights nor ``config.json``: tokenizer,
-    generation config, ...
-    """
+    """Return the files of a published model's folder that are neither weights nor ``config.json``."""
     folder = place(folder)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}; expected a folder with tokenizer files")
-    files = [entry for entry in entries(folder) if entry.is_file() and not entry.name.endswith(_NOT_TOKENIZER)]
+    files = [entry for entry in entries(folder) if entry.is_file() and not entry.name.endswith(_WEIGHTS)]
     return [file for file in files if file.name != "config.json"]

@@ -1,6 +1,4 @@
-"""The folder that an export becomes: on a disk it appears once it is whole, in a store this process is its only
-writer.
-"""
+"""The folder that an export becomes: on a disk it appears once it is whole, in a store this process alone writes it."""
 
 from __future__ import annotations
 
@@ -8,17 +6,15 @@ import errno
 import glob
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
 
-from meshpar.checkpoints.steps.commit import left_behind, remove
 from meshpar.checkpoints.steps.lease import LEASE_NAME, Lease
+from meshpar.checkpoints.steps.steps import left_behind, remove
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import failing_as
 from meshpar.checkpoints.storage.objects import ObjectPath
-from meshpar.checkpoints.storage.place import Place, PlaceLike, contains, either, place
-from meshpar.checkpoints.storage.transfer import carried
+from meshpar.checkpoints.storage.place import Place, PlaceLike, carried, contains, either, place
 from meshpar.core.errors import CheckpointError
 from meshpar.process.leftovers import LEASE_S, on_the_way
 
@@ -39,9 +35,7 @@ def apart(target: Place, *sources: Place) -> None:
 
 
 def free_target(dst: PlaceLike, *, overwrite: bool) -> Place:
-    """Return the absolute path of ``dst``, and delete or restore leftovers of dead exports to it; raises
-    CheckpointError if it exists and is not empty, unless ``overwrite``.
-    """
+    """Return the absolute path of ``dst``, without leftovers of dead exports; raises CheckpointError if it is taken."""
     target = place(dst).resolve()
     if not target.name:
         raise CheckpointError(f"an export cannot replace {target}; choose a folder inside it")
@@ -50,11 +44,9 @@ def free_target(dst: PlaceLike, *, overwrite: bool) -> Place:
 
 
 def make_whole(target: Place, *, overwrite: bool) -> AbstractContextManager[Place]:
-    """Yield a new folder that becomes ``target``, from :func:`free_target`, if the ``with`` block succeeds, and is
-    deleted if it fails.
+    """Yield a new folder that becomes ``target``, from :func:`free_target`, if the block succeeds.
 
-    Raises:
-        CheckpointError: instead of any OSError, including those of the block; another process exports to ``target``.
+    Raises CheckpointError instead of any OSError of the block, or if another process exports to ``target``.
     """
     return _way(target).whole(overwrite=overwrite)
 
@@ -69,9 +61,7 @@ def make_on_disk(target: Place, *, overwrite: bool) -> Iterator[DiskPath]:
 
 
 def make_beside(target: Place) -> Place:
-    """Create a folder next to an export for temporary files; a later export to ``target`` deletes those of killed
-    processes.
-    """
+    """Create a folder for temporary files next to an export; a later one deletes those of killed processes."""
     return _way(target).beside()
 
 
@@ -109,7 +99,13 @@ class _OnDisk:
             try:
                 target.parent.make()
                 folder.mkdir()
-                self._check_alone(folder)
+                for path in target.parent.glob(f"{glob.escape(self._hidden.name)}.tmp-*"):
+                    other = left_behind(path)
+                    if other is not None and path != folder and other.held:
+                        raise CheckpointError(
+                            f"another export to {target} is running: process {other.process} on {other.host}; wait for "
+                            f"it, or end it (it counts as dead {LEASE_S:.0f} s after its last write to {path})"
+                        )
                 yield folder
                 folder.flush()
                 if overwrite and target.exists():
@@ -132,16 +128,6 @@ class _OnDisk:
         root = on_the_way(self._hidden, "tmp")
         root.mkdir(parents=True)
         return root
-
-    def _check_alone(self, folder: Path) -> None:
-        """Check that no other process is writing another folder on its way to the target."""
-        for path in self._target.parent.glob(f"{glob.escape(self._hidden.name)}.tmp-*"):
-            leftover = left_behind(path)
-            if leftover is not None and path != folder and leftover.held:
-                raise CheckpointError(
-                    f"another export to {self._target} is running: process {leftover.process} on {leftover.host}; wait "
-                    f"for it, or end it (it counts as dead {LEASE_S:.0f} s after its last write to {path})"
-                )
 
 
 @final

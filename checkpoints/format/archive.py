@@ -1,11 +1,7 @@
-"""One tensor in the format of ``torch.save``, an uncompressed zip archive: write it block by block and sum its bytes,
-find it without reading its payload, and read torch's pickles without running code.
+"""One tensor as ``torch.save`` writes it, a zip archive: write and sum it, find its payload, read its pickles.
 
-A ``.distcp`` file is a sequence of such archives. The length of ours is a multiple of ``ALIGNMENT``, so that every
-payload is aligned in the file, too. Sections of APPNOTE.TXT, the format's description, are in brackets.
-
-DCP's ``.metadata`` and the ``data.pkl`` of each saved tensor are pickles, and a pickle can name any function to be
-called. The readers here look every global up in an allow-list of plain stand-ins; a name that is not listed raises.
+A ``.distcp`` file is a sequence of such archives, of lengths that are multiples of ``ALIGNMENT``. Pickles run no code:
+every global is looked up in an allow-list of plain stand-ins. Sections of APPNOTE.TXT, zip's format, are in brackets.
 """
 
 from __future__ import annotations
@@ -23,8 +19,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from meshpar.checkpoints.storage.checksums import combine_sums, crc32
-from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, aligned
+from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, aligned, combine_sums, crc32
 from meshpar.core.errors import CheckpointError, StoreError
 
 T = TypeVar("T")
@@ -64,9 +59,7 @@ def write_tensor(
     write: Callable[[bytes | bytearray | memoryview], object],
     position: int = 0,
 ) -> tuple[int, int]:
-    """Write one contiguous tensor, whose bytes ``blocks`` yields in order, by calls of ``write``; return length and
-    CRC-32 of the archive. ``position``: of the archive in its file.
-    """
+    """Write a contiguous tensor as an archive at ``position`` of a file; return the archive's length and CRC-32."""
     head = bytearray()
     members = [
         _add(head, "data.pkl", tensor_pickle(shape, dtype)),
@@ -148,9 +141,6 @@ class _Slice(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def readable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if position < 0:
@@ -166,11 +156,9 @@ class _Slice(io.RawIOBase):
 
 
 def find_tensor(file: Readable, position: int, length: int, shape: tuple[int, ...]) -> tuple[Box, int | None]:
-    """Find the payload of the archive at ``position`` without reading it; return its position, and the CRC-32 of its
-    bytes in the archive, None if torch was set to compute none.
+    """Find the payload of an archive without reading it; return it, and its CRC-32 (None if torch computed none).
 
-    Raises:
-        CheckpointError: this is not a complete archive of one contiguous little-endian tensor of ``shape``.
+    Raises CheckpointError unless this is a complete archive of one contiguous little-endian tensor of ``shape``.
     """
     try:
         if position < 0 or position + length > file.size:
@@ -188,7 +176,8 @@ def find_tensor(file: Readable, position: int, length: int, shape: tuple[int, ..
             raise CheckpointError("it was written on a big-endian machine, which this version does not read")
         saved = read_tensor_pickle(text, "data.pkl")
         data = members[f"data/{saved.storage}"]
-        if saved.shape != shape or not _contiguous(saved.shape, saved.stride):
+        strides = zip(saved.shape, saved.stride, _contiguous_strides(saved.shape))
+        if saved.shape != shape or any(size != 1 and stride != expected for size, stride, expected in strides):
             raise CheckpointError(
                 f"expected a contiguous tensor of shape {shape}, found {saved.shape} with strides {saved.stride}"
             )
@@ -217,13 +206,8 @@ def _payload(file: Readable, base: int, info: zipfile.ZipInfo) -> int:
     return start + _LOCAL_HEADER_BYTES + sum(sizes)
 
 
-def _contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride)):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class PickledObject:
@@ -339,12 +323,17 @@ def tensor_pickle(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
     def pickled(value: object) -> bytes:  # the opcodes that push it: protocol 2 without its frame
         return pickle.dumps(value, 2)[2:-1]
 
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     legacy = _STORAGE_NAMES.get(dtype)
     count = math.prod(shape) * (1 if legacy else dtype.itemsize)
     kind = f"ctorch\n{legacy}\n" if legacy else "ctorch.storage\nUntypedStorage\n"
     storage = b"(" + pickled("storage") + kind.encode() + pickled("0") + pickled("cpu") + pickled(count) + b"tQ"
     rebuild = f"ctorch._utils\n_rebuild_tensor_{'v2' if legacy else 'v3'}\n".encode()
     more = b"" if legacy else f"ctorch\n{str(dtype).removeprefix('torch.')}\n".encode()
-    arguments = storage + pickled(0) + pickled(shape) + pickled(strides) + b"\x89ccollections\nOrderedDict\n)R"
+    arguments = (
+        storage
+        + pickled(0)
+        + pickled(shape)
+        + pickled(_contiguous_strides(shape))
+        + b"\x89ccollections\nOrderedDict\n)R"
+    )
     return b"\x80\x02" + rebuild + b"(" + arguments + more + b"tR."

@@ -1,11 +1,8 @@
 """Copy stored tensors from file to file, block by block, in the way that is cheapest at the moment.
 
-``copy_file_range`` was measured and not used: between positions that differ within a page, as they do here, the kernel
-handles each page twice, which costs 1.6 times ``cp``. Blocks that end with a page, written from the page cache of the
-source, cost as much as ``cp``. The kernel (Linux 6.18) puts a write of 512 KiB into one large piece of free memory,
-which is the cheapest while there are such pieces; where there are none, the same write takes two to four times the CPU
-time of ``cp``, which writes 64 KiB at a time. Machines differ, and the same machine from minute to minute, so that
-:class:`Pace` measures.
+Measured on Linux 6.18: ``copy_file_range`` between positions that differ within a page costs 1.6 times ``cp``. Blocks
+that end with a page cost as much as ``cp``; where memory is fragmented, blocks of 512 KiB cost two to four times as
+much as those of 64 KiB, so that :class:`Pace` measures.
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ from typing import Protocol, final, runtime_checkable
 
 import torch
 
-from meshpar.checkpoints.storage.checksums import crc32
-from meshpar.checkpoints.storage.files import BLOCK_BYTES, Box, aligned, memory_of, read_blocks
+from meshpar.checkpoints.storage.files import BLOCK_BYTES, Box, aligned, crc32, memory_of, read_blocks
 from meshpar.weights import TypedSource, WeightSource
 from meshpar.weights.rules import Spans
 
@@ -43,14 +39,7 @@ WAYS = (Way(BLOCK_BYTES, mapped=True), Way(BLOCK_BYTES, mapped=False), Way(64 <<
 
 @final
 class Pace:
-    """Choose, at each turn, the way that took the least CPU time a byte when it was last used.
-
-    CPU time and not wall time: what other processes and the disk do at the moment does not count.
-
-    Args:
-        ways: the ways to choose from; each is tried once, in this order, before the first choice.
-        clock: returns seconds.
-    """
+    """Choose, at each turn, the way that took the least CPU time a byte when it was last used; untried ones first."""
 
     def __init__(self, ways: Sequence[Way] = WAYS, clock: Callable[[], float] = time.thread_time) -> None:
         self._costs, self._clock = dict.fromkeys(ways, 0.0), clock
@@ -66,8 +55,7 @@ class Pace:
             self._costs[way] = (self._clock() - began) / count
 
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes written so far and the bytes to write."""
+Progress = Callable[[int, int], None]  # called with the bytes written so far and the bytes to write
 
 
 @runtime_checkable
@@ -81,12 +69,11 @@ class StoredSource(TypedSource, Protocol):
 
 def are_copied(pieces: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Return whether the bytes of each piece are contiguous in the whole tensor, too."""
-    return bool(pieces) and all(_lies_in_one_run(piece.shape, shape) for piece in pieces)
-
-
-def _lies_in_one_run(part: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    first = next((dim for dim, size in enumerate(part) if size != 1), len(part))
-    return part[first + 1 :] == shape[first + 1 :]
+    for part in (piece.shape for piece in pieces):
+        first = next((dim for dim, size in enumerate(part) if size != 1), len(part))
+        if part[first + 1 :] != shape[first + 1 :]:
+            return False
+    return bool(pieces)
 
 
 @final
@@ -101,6 +88,12 @@ class ByteCount:
         if self._progress is not None:
             self._progress(self._done, self._total)
 
+    def through(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Yield blocks, and count each once the next one is wanted."""
+        for block in blocks:
+            yield block
+            self.add(len(block))
+
 
 @final
 class Copier:
@@ -114,9 +107,7 @@ class Copier:
         self._out_memory, self._in_memory = memory_of(self._out), memory_of(self._in)
 
     def copy(self, piece: Box, dtype: torch.dtype, position: int) -> None:
-        """Write a piece in ``dtype`` at ``position``; raises CheckpointError if its checksum differs or its file
-        changes.
-        """
+        """Write a piece in ``dtype`` at ``position``; raises CheckpointError if it is damaged or its file changes."""
         self._run = piece.file.run(piece.position, piece.position + piece.nbytes)
         checksum, pace = 0, self._paces[dtype != piece.dtype]
         for start, stop in aligned(math.prod(piece.shape) * dtype.itemsize, position, TURN_BYTES):
@@ -131,24 +122,22 @@ class Copier:
         wide, narrow = box.dtype.itemsize, dtype.itemsize
         first, last = (box.position + at // narrow * wide for at in span)
         view = self._run.mapped(first, last - first) if way.mapped and first % wide == 0 else None
-        for start, stop in aligned(
-            span[1] - span[0], position + span[0], min(way.block_bytes, len(self._in_memory) * narrow // wide)
-        ):
+        block_bytes = min(way.block_bytes, len(self._in_memory) * narrow // wide)
+        for start, stop in aligned(span[1] - span[0], position + span[0], block_bytes):
             at, count = start // narrow * wide, (stop - start) // narrow * wide
             if view is not None:
                 read = view[at : at + count]
             else:
                 read = self._in_memory[:count]
                 self._run.fill(read, first + at)
-            self._write(read if dtype == box.dtype else self._cast(read, box.dtype, dtype))
             checksum = checksum if box.crc32 is None else crc32(read, checksum)
+            if dtype != box.dtype:
+                values = torch.frombuffer(read, dtype=torch.uint8).view(box.dtype)
+                self._out.view(dtype)[: values.numel()].copy_(values)
+                read = self._out_memory[: values.nbytes // wide * narrow]
+            self._write(read)
             self._advance(stop - start)
         return checksum
-
-    def _cast(self, memory: memoryview, own: torch.dtype, dtype: torch.dtype) -> memoryview:
-        values = torch.frombuffer(memory, dtype=torch.uint8).view(own)
-        self._out.view(dtype)[: values.numel()].copy_(values)
-        return self._out_memory[: values.numel() * dtype.itemsize]
 
 
 def check_piece(piece: Box) -> None:

@@ -1,8 +1,4 @@
-"""Read the tensors of a distributed checkpoint (torch.distributed.checkpoint's format), without a process group.
-
-``.metadata`` has the file and position of each part of each tensor; every part is an archive. Only the requested bytes
-are read, directly into the destination.
-"""
+"""Read the tensors of a distributed checkpoint (torch.distributed.checkpoint's format), without a process group."""
 
 from __future__ import annotations
 
@@ -15,10 +11,8 @@ from typing import TypeVar, final
 import torch
 
 from meshpar.checkpoints.format.archive import PickledObject, find_tensor, read_metadata
-from meshpar.checkpoints.format.foreign import remedy
-from meshpar.checkpoints.format.manifest import MANIFEST_NAME, SavedPart, read_manifest
-from meshpar.checkpoints.storage.checksums import combine_sums, crc32
-from meshpar.checkpoints.storage.files import Box, Readable, inside
+from meshpar.checkpoints.format.manifest import MANIFEST_NAME, SavedPart, read_manifest, remedy
+from meshpar.checkpoints.storage.files import Box, Readable, combine_sums, crc32, inside
 from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.core.errors import CheckpointError, StoreError, brief
 from meshpar.core.patterns import suggestion
@@ -72,17 +66,16 @@ class DistributedCheckpoint:
             data = (self.folder / METADATA_NAME).read_small()
         path = self.folder / METADATA_NAME
         if data is None:
-            what = f"cannot open {path}: no such file"
+            text = f"cannot open {path}: no such file"
             if self.folder.is_dir():
-                what = f"{self.folder} is not a distributed checkpoint: it has no {METADATA_NAME}"
-            raise CheckpointError(what + remedy(self.folder))
-        every = tensors_in(data, path)
-        self.tensors: Mapping[str, Stored] = {
-            name.removeprefix(prefix): entry for name, entry in every.items() if name.startswith(prefix)
-        }
-        if prefix and every and not self.tensors:
+                text = f"{self.folder} is not a distributed checkpoint: it has no {METADATA_NAME}"
+            raise CheckpointError(text + remedy(self.folder))
+        stored = tensors_in(data, path)
+        named = {name.removeprefix(prefix): entry for name, entry in stored.items() if name.startswith(prefix)}
+        self.tensors: Mapping[str, Stored] = named
+        if prefix and stored and not named:
             raise CheckpointError(
-                f"{self.folder} has no tensors whose names begin with {prefix!r}; {suggestion(prefix, every)}"
+                f"{self.folder} has no tensors whose names begin with {prefix!r}; {suggestion(prefix, stored)}"
             )
         self._files: dict[str, Readable] = {}
         self._boxes: dict[SavedPart, Box] = {}
@@ -132,7 +125,7 @@ class DistributedCheckpoint:
             next(iter(self._files.values())).each(act, items)
 
     def sum_of(self, chunk: SavedPart) -> int | None:
-        """Return the saved CRC-32 of a part's archive; None if none is known."""
+        """Return the saved CRC-32 of a part's archive, which ``diff_steps`` compares; None if none is known."""
         return self._sums(self._file(chunk.file), chunk)
 
     def _file(self, name: str) -> Readable:
@@ -148,20 +141,21 @@ class DistributedCheckpoint:
             try:
                 box, payload = find_tensor(file, chunk.position, chunk.length, chunk.shape)
                 box = replace(box, offsets=chunk.offsets)
-                if box.dtype != self.tensors[name].dtype:
-                    raise CheckpointError(
-                        f"its dtype is {box.dtype}; expected {self.tensors[name].dtype} from {METADATA_NAME}"
-                    )
+                if box.dtype != (dtype := self.tensors[name].dtype):
+                    raise CheckpointError(f"its dtype is {box.dtype}; expected {dtype} from {METADATA_NAME}")
                 if self._checked:
                     _check_around(box, payload or 0, chunk, self._sums(file, chunk))
                     box = replace(box, name=name, crc32=payload)
             except StoreError:
                 raise  # no damage
             except CheckpointError as error:
-                other = "it was saved with SerializationFormat.SAFETENSORS, which is not read: save it as TORCH_SAVE"
-                why = other if _is_safetensors(file) else error
+                reason = str(error)
+                if file.size > 10 and file.bytes(8, 2) == b'{"':
+                    reason = (
+                        "it was saved with SerializationFormat.SAFETENSORS, which is not read: save it as TORCH_SAVE"
+                    )
                 raise CheckpointError(
-                    f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {why}"
+                    f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {reason}"
                 ) from error
             file.forget(chunk.position, box.position)
             file.forget(box.position + box.nbytes, chunk.position + chunk.length)
@@ -175,10 +169,6 @@ def _ends(chunk: SavedPart) -> list[tuple[int, int]]:
     if chunk.length <= _SMALL_BYTES:
         return [(chunk.position, stop)]
     return [(chunk.position, chunk.position + _HEAD_BYTES), (stop - _TAIL_BYTES, stop)]
-
-
-def _is_safetensors(file: Readable) -> bool:
-    return file.size > 10 and file.bytes(8, 2) == b'{"'
 
 
 def _check_around(box: Box, payload: int, chunk: SavedPart, expected: int | None) -> None:
@@ -240,11 +230,9 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Spans]) -> No
     if any(start < 0 or stop > size for spans in boxes for (start, stop), size in zip(spans, shape)):
         raise CheckpointError(f"a part of {name!r} exceeds its shape {shape}")
     volume = sum(math.prod(stop - start for start, stop in spans) for spans in boxes)
-    twice = not _is_grid(shape, boxes) and _any_overlap(boxes)
+    twice = ", some twice" if not _is_grid(shape, boxes) and _any_overlap(boxes) else ""
     if volume != math.prod(shape) or twice:
-        raise CheckpointError(
-            f"the parts of {name!r} have {volume} elements of {math.prod(shape)}{', some twice' if twice else ''}"
-        )
+        raise CheckpointError(f"the parts of {name!r} have {volume} elements of {math.prod(shape)}{twice}")
 
 
 def _is_grid(shape: tuple[int, ...], boxes: Sequence[Spans]) -> bool:

@@ -9,20 +9,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from meshpar.checkpoints.format.foreign import remedy
-from meshpar.checkpoints.storage.checksums import crc32
-from meshpar.checkpoints.storage.files import inside
-from meshpar.checkpoints.storage.place import Place, PlaceLike, place
+from meshpar.checkpoints.storage.files import crc32, inside
+from meshpar.checkpoints.storage.place import Place, PlaceLike, either, place
 from meshpar.core.errors import CheckpointError, brief
 from meshpar.weights.rules import Spans
 
 MANIFEST_NAME = "meshpar.json"
-MODEL = "model."
-"""Prefix of the module's tensors in a checkpoint."""
-AVERAGES = "averages."
-"""Prefix of the averages' tensors in a checkpoint, before the name of the average and of the tensor."""
+MODEL = "model."  # prefix of the module's tensors in a checkpoint
+AVERAGES = "averages."  # prefix of the averages' tensors, before the name of the average and of the tensor
 FORMAT = "meshpar-checkpoint"
 VERSION = 2
 # The only key of an object that encodes a dict with keys of int, or a Counter.
@@ -32,7 +29,7 @@ _SEAL = re.compile(rb'"crc32": "([0-9a-f]{8})"\n}\n')
 
 
 class SavedPart(NamedTuple):
-    """One saved part of a tensor: the box at ``offsets`` and the archive with it (position and length in bytes)."""
+    """One saved part of a tensor: the box at ``offsets``, and position and length of its archive in bytes."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -108,7 +105,11 @@ class Manifest:
             for entry in dataclasses.fields(self)
             if entry.name not in ("averages", "parts") or getattr(self, entry.name)
         }
-        text = "{\n" + "".join(f"{json.dumps(key)}: {_text(value)},\n" for key, value in entries.items())
+        texts = {
+            key: value.text if isinstance(value, Encoded) else json.dumps(_encoded(value))
+            for key, value in entries.items()
+        }
+        text = "{\n" + "".join(f"{json.dumps(key)}: {value},\n" for key, value in texts.items())
         return f'{text}"crc32": "{crc32(text.encode()):08x}"\n}}\n'
 
 
@@ -118,9 +119,7 @@ def read_manifest(folder: PlaceLike) -> Manifest:
     path = folder / MANIFEST_NAME
     try:
         if (text := path.read_small()) is None:
-            reason = (
-                "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
-            )
+            reason = f"it has no {MANIFEST_NAME}, so it was never committed" if folder.is_dir() else "no such folder"
             raise CheckpointError(f"{folder} is not a checkpoint of a run: {reason}{remedy(folder)}")
         seal = _SEAL.search(text, max(0, len(text) - 32))
         data = json.loads(text, object_hook=_decoded)
@@ -135,11 +134,8 @@ def read_manifest(folder: PlaceLike) -> Manifest:
         if wrong := [name for name, kind in _KINDS.items() if name in data and not _is(data[name], kind)]:
             raise ValueError(f"values of other types in {', '.join(wrong)}")
         manifest = Manifest(**data)
-        for name in {
-            *manifest.files,
-            *filter(None, [manifest.parts]),
-            *(chunk[2] for entry in manifest.tensors.values() for chunk in entry["chunks"]),
-        }:
+        files_of_parts = {chunk[2] for entry in manifest.tensors.values() for chunk in entry["chunks"]}
+        for name in {*manifest.files, *filter(None, [manifest.parts]), *files_of_parts}:
             inside(name, of=path)
         if (named := step_of(folder.name.partition(".")[0])) not in (None, manifest.step):
             raise CheckpointError(
@@ -188,15 +184,13 @@ def _is(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or types in
         return any(_is(value, option) for option in kind)
     if isinstance(kind, list):
         return isinstance(value, list) and all(_is(element, kind[0]) for element in value)
-    if isinstance(kind, dict) and str in kind:
-        return isinstance(value, dict) and all(
-            isinstance(key, str) and _is(element, kind[str]) for key, element in value.items()
-        )
     if isinstance(kind, dict):
         entries = dict(enumerate(value)) if isinstance(value, list) and 0 in kind else value
-        return isinstance(entries, dict) and all(
-            key in entries and _is(entries[key], wanted) for key, wanted in kind.items()
-        )
+        if not isinstance(entries, dict):
+            return False
+        if str in kind:
+            return all(isinstance(key, str) and _is(element, kind[str]) for key, element in entries.items())
+        return all(key in entries and _is(entries[key], wanted) for key, wanted in kind.items())
     if kind is None or (kind is int and isinstance(value, bool)):
         return kind is None and value is None
     return isinstance(value, kind)
@@ -223,12 +217,7 @@ class Encoded(Mapping[str, Any]):
         return len(self._entries)
 
 
-def _text(value: object) -> str:
-    return value.text if isinstance(value, Encoded) else json.dumps(_encoded(value))
-
-
 def _encoded(value: object) -> Any:  # noqa: ANN401 - plain data
-    """Return plain data as JSON has it."""
     if isinstance(value, (list, tuple)):
         return [_encoded(element) for element in value]
     if not isinstance(value, Mapping):
@@ -247,7 +236,6 @@ def _decoded(entry: dict[str, Any]) -> dict[Any, Any]:
 
 
 def step_name(step: int) -> str:
-    """Return the name of a step's folder."""
     return f"step-{step:08d}"
 
 
@@ -255,3 +243,46 @@ def step_of(name: str) -> int | None:
     """Return the step whose folder has this name; None for any other name."""
     match = _STEP.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+# the folder, in a checkpoint of accelerate's FSDP, with {"model": ...} as a distributed checkpoint
+ACCELERATE = "pytorch_model_fsdp_0"
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+_PICKLES = tuple(f"*{suffix}" for suffix in PICKLED)
+_FORMATS = {  # the files by which a format is known -> the remedy
+    (f"{ACCELERATE}/.metadata",): (
+        f"it is a checkpoint of accelerate's FSDP: read it by DistributedCheckpoint(folder / '{ACCELERATE}', "
+        "prefix='model.'), or convert it by meshpar import with --config FOLDER, which has the model's config.json"
+    ),
+    ("pytorch_model_fsdp*_rank*.bin",): (
+        "it has a file for each rank of accelerate's FSDP, which only these ranks can read: save it with the "
+        "state_dict_type SHARDED_STATE_DICT"
+    ),
+    ("zero_to_fp32.py", "*_model_states.pt", "global_step*/*_model_states.pt"): (
+        "it is a DeepSpeed checkpoint: convert it by its zero_to_fp32.py with --safe_serialization"
+    ),
+    ("latest_checkpointed_iteration.txt", "mp_rank_*/model_optim_rng.pt", "common.pt"): (
+        "it is a Megatron checkpoint: convert it to Hugging Face's format, such as by Megatron-Bridge"
+    ),
+    (".metadata",): "it is a distributed checkpoint of torch: read it by DistributedCheckpoint(folder)",
+    ("*.distcp",): (
+        "it has parts of a distributed checkpoint of torch: read the folder with .metadata by "
+        "DistributedCheckpoint(folder)"
+    ),
+    ("*.safetensors",): "it has safetensors: read them by Safetensors(path), or convert them by meshpar import",
+    _PICKLES: "it has files of torch.save: read them by TorchWeights(path), or convert them by meshpar import",
+}
+
+
+def remedy(path: PlaceLike) -> str:
+    """Return ``; it is a ... checkpoint: ...`` for a file or folder of a known format, otherwise an empty text."""
+
+    def of_disk(path: Path) -> str:
+        folder = path if path.is_dir() else path.parent
+        for patterns, text in _FORMATS.items():
+            files = (file for pattern in patterns for file in folder.glob(pattern))
+            if any(path.is_dir() or file == path for file in files):
+                return f"; {text}"
+        return ""
+
+    return either(path, disk=of_disk, store=lambda _: "")  # in a store each pattern is a listing

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, final
 
 from meshpar.checkpoints.format.dcp import METADATA_NAME, DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, SavedPart
-from meshpar.checkpoints.storage.checksums import combine_sums, crc32, sums_in
-from meshpar.checkpoints.storage.files import BLOCK_BYTES, Readable
+from meshpar.checkpoints.storage.files import BLOCK_BYTES, Readable, combine_sums, crc32
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError, StoreError
 
@@ -32,15 +32,15 @@ def verify_files(folder: PlaceLike, manifest: Manifest, level: Verify, names: It
         raise CheckpointError(f"verify is {level!r}; expected 'none', 'size' or 'full'")
     if level == "none":
         return
-    parts, sums = (_parts_by_file(manifest), Sums(manifest)) if level == "full" else ({}, None)
-    files = manifest.files_in(place(folder))
-    problems = [
-        f"{name}: {problem}"
-        for name in (manifest.files if names is None else names)
-        for problem in _problems(
-            files / name, manifest.files[name], parts.get(name, ()), sums, full=level == "full" or name == METADATA_NAME
-        )
-    ]
+    files, sums = manifest.files_in(place(folder)), Sums(manifest) if level == "full" else None
+    parts: dict[str, list[tuple[str, SavedPart]]] = {}
+    for entry in _chunks(manifest) if level == "full" else ():
+        parts.setdefault(entry[1].file, []).append(entry)
+    problems: list[str] = []
+    for name in manifest.files if names is None else names:
+        full = level == "full" or name == METADATA_NAME
+        differences = _problems(files / name, manifest.files[name], parts.get(name, ()), sums, full=full)
+        problems += [f"{name}: {difference}" for difference in differences]
     if not problems and level == "full" and names is None:
         problems += _disagreements(DistributedCheckpoint(files), manifest)
     if problems:
@@ -50,9 +50,9 @@ def verify_files(folder: PlaceLike, manifest: Manifest, level: Verify, names: It
 def open_verified(
     folder: Place, manifest: Manifest, level: Verify, names: Iterable[str] | None = None, *, whole: bool = True
 ) -> DistributedCheckpoint:
-    """Return a step's tensors after :func:`verify_files`, which are compared with their checksums while they are read;
-    raises CheckpointError also if torch's metadata and the manifest disagree. ``whole``: whether ``"full"`` reads every
-    byte now; otherwise the caller does so for the bytes that it reads.
+    """Return a step's tensors after :func:`verify_files`, to be compared with their checksums while they are read.
+
+    Raises CheckpointError also if torch's metadata and the manifest disagree. Not ``whole``: ``"full"`` reads none now.
     """
     verify_files(folder, manifest, level if whole or level != "full" else "size", names)
     source = DistributedCheckpoint(manifest.files_in(folder), checked=level != "none", sums=Sums(manifest))
@@ -67,9 +67,7 @@ def _damaged(folder: Place, problems: Iterable[str]) -> CheckpointError:
 
 @final
 class Sums:
-    """The CRC-32 of each part's archive of a step: from the table at the end of its file, which is read once and
-    compared with the ``manifest``, or from a manifest of version 1.
-    """
+    """The CRC-32 of each part's archive: from the table at the end of its file, or a manifest of version 1."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._files = manifest.files
@@ -79,22 +77,17 @@ class Sums:
                 self._at.setdefault(file, {})[position] = checksum[0] if checksum else None
 
     def __call__(self, file: Readable, chunk: SavedPart) -> int | None:
-        """Return the checksum of a part in its open file, None if the manifest has no such part; raises
-        CheckpointError if the file's table differs from the manifest.
-        """
+        """Return the checksum of a part in its open file, None if the manifest has no such part."""
         sums = self._at.get(chunk.file, {})
         if sums.get(chunk.position, 0) is None:
-            table = self._table(chunk.file, file, len(sums))
-            sums = self._at[chunk.file] = {**sums, **dict(zip(sorted(sums), table))}
+            size = min(file.size, 4 * len(sums))
+            table = file.bytes(file.size - size, size)
+            if (actual := crc32(table)) != (expected := self._files[chunk.file].get("sums")):
+                text = f"the checksums at the end of the file: {_sums(expected, actual)}"
+                raise CheckpointError(f"{text}: it is of another step, or changed")
+            values = struct.unpack(f"<{size // 4}I", table[: size // 4 * 4])
+            sums = self._at[chunk.file] = {**sums, **dict(zip(sorted(sums), values))}
         return sums.get(chunk.position)
-
-    def _table(self, name: str, file: Readable, count: int) -> Sequence[int]:
-        table = file.bytes(max(0, file.size - 4 * count), min(file.size, 4 * count))
-        if (actual := crc32(table)) != (expected := self._files[name].get("sums")):
-            raise CheckpointError(
-                f"the checksums at the end of the file: {_sums(expected, actual)}: it is of another step, or changed"
-            )
-        return sums_in(table)
 
 
 def _chunks(manifest: Manifest) -> Iterator[tuple[str, SavedPart]]:
@@ -103,23 +96,15 @@ def _chunks(manifest: Manifest) -> Iterator[tuple[str, SavedPart]]:
             yield name, SavedPart(tuple(offsets), tuple(shape), file, position, length)
 
 
-def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, SavedPart]]]:
-    parts: dict[str, list[tuple[str, SavedPart]]] = {}
-    for entry in _chunks(manifest):
-        parts.setdefault(entry[1].file, []).append(entry)
-    return parts
-
-
 def _problems(
     path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[str, SavedPart]], sums: Sums | None, *, full: bool
 ) -> Iterator[str]:
     try:
         size = path.size()
         if size != expected["size"]:
-            within = [f"{name} at {chunk.offsets}" for name, chunk in parts if chunk.position + chunk.length > size]
-            yield f"expected {expected['size']} bytes, found {size}" + (
-                f"; lost: (parts of) {', '.join(within[:10])}" if within else ""
-            )
+            lost = [f"{name} at {chunk.offsets}" for name, chunk in parts if chunk.position + chunk.length > size]
+            text = f"; lost: (parts of) {', '.join(lost[:10])}" if lost else ""
+            yield f"expected {expected['size']} bytes, found {size}{text}"
         elif full:
             parts = sorted(parts, key=lambda part: part[1].position)
             yield from _differing(path.reader(links=False), expected, parts, sums)
@@ -187,12 +172,8 @@ def _disagreements(source: DistributedCheckpoint, manifest: Manifest) -> Iterato
     """Yield the parts on which torch's metadata and the manifest disagree."""
     listed = {(name, chunk) for name, chunk in _chunks(manifest) if 0 not in chunk.shape}
     tied = {MODEL + group[0]: group[1:] for group in manifest.tied}
-    listed |= {
-        (MODEL + name, chunk)
-        for first, chunk in listed
-        for name in tied.get(first, ())
-        if MODEL + name in source.tensors
-    }
+    ties = [(MODEL + name, chunk) for first, chunk in listed for name in tied.get(first, ())]
+    listed |= {(name, chunk) for name, chunk in ties if name in source.tensors}
     stored = {(name, chunk) for name, tensor in source.tensors.items() for chunk in tensor.chunks}
     for name, chunk in sorted(listed ^ stored, key=str):
         where = "only the manifest" if (name, chunk) in listed else f"only {METADATA_NAME}"

@@ -1,16 +1,29 @@
-"""Write parts of tensors in torch.distributed.checkpoint's format, by threads."""
+"""Write parts of tensors in torch.distributed.checkpoint's format, by threads, and record what was written.
+
+The places of parts follow from the plan: ranks report only size and checksums of each file, and rank 0 keeps the rest.
+"""
 
 from __future__ import annotations
 
 import copyreg
+import datetime
+import functools
+import gc
 import hashlib
 import io
+import itertools
+import json
 import math
 import pickle
+import struct
+import sys
+import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -23,14 +36,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from meshpar import __version__
 from meshpar._torch.dcp import stored_at
 from meshpar.checkpoints.format.archive import write_tensor
-from meshpar.checkpoints.format.manifest import SavedPart
-from meshpar.checkpoints.storage.checksums import combine_sums, crc32, table_of
-from meshpar.checkpoints.storage.files import TILE_BYTES, lies_in_memory, memory_of, tiles
+from meshpar.checkpoints.format.dcp import METADATA_NAME, tensors_in
+from meshpar.checkpoints.format.manifest import MODEL, Encoded, Manifest, SavedPart
+from meshpar.checkpoints.storage.files import TILE_BYTES, combine_sums, crc32, lies_in_memory, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError
+
+try:
+    from isal.isal_zlib import decompress
+except ImportError:  # optional, in the extra "train"
+    from zlib import decompress
 
 Checksum = Literal["crc32", "sha256"]
 
@@ -38,13 +57,11 @@ Checksum = Literal["crc32", "sha256"]
 @final
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """One rank's part of one tensor: ``tensor`` is the box at ``offsets``; a meta tensor where the bytes come from
-    elsewhere.
-    """
+    """One rank's part of one tensor."""
 
     name: str
     offsets: tuple[int, ...]
-    tensor: Tensor
+    tensor: Tensor  # the box at ``offsets``; a meta tensor where the bytes come from elsewhere
 
 
 @final
@@ -72,7 +89,6 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of all its tensors."""
         return len(self.names) * math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -94,31 +110,46 @@ def write_parts(
         sizes[least] += part.tensor.nbytes
     names = [f"__{rank}_{number}.distcp" for number in range(threads)]
     with ThreadPoolExecutor(threads, thread_name_prefix="meshpar-write") as pool:
-        jobs = [
-            pool.submit(write_file, folder / name, _with_bytes(share), checksum, on_write, expected_bytes=size)
-            for name, share, size in zip(names, shares, sizes)
-            if share
-        ]
+        jobs = []
+        for name, share, size in zip(names, shares, sizes):
+            if share:
+                parts_and_bytes = zip(share, map(_Room().blocks, [part.tensor for part in share]))
+                write = functools.partial(write_file, folder / name, parts_and_bytes, checksum, on_write)
+                jobs.append(pool.submit(write, expected_bytes=size))
     return [job.result() for job in jobs]
 
 
 def metadata_bytes(groups: Iterable[Group], parts: Iterable[tuple[str, SavedPart]], tied: Mapping[str, str]) -> bytes:
     """Return ``.metadata``, from which torch reads a checkpoint, by each name of a tied tensor (``tied``: to saved)."""
-    metadata = _metadata_of(groups)
+    described: dict[str, Any] = {}
+    for group in groups:
+        chunks = [
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes in group.boxes
+        ]
+        properties, size = TensorProperties(dtype=group.dtype), torch.Size(group.shape)
+        # one list of parts for all that are divided alike
+        described |= {name: TensorStorageMetadata(properties, size, chunks) for name in group.names}
+    metadata = Metadata(described)
     names: dict[str, list[str]] = {}
     for other, saved in tied.items():
         names.setdefault(saved, [saved]).append(other)
         metadata.state_dict_metadata[other] = metadata.state_dict_metadata[saved]
     sizes: dict[tuple[int, ...], torch.Size] = {}
-    metadata.storage_data = {
-        _index(name, sizes.setdefault(part.offsets, torch.Size(part.offsets))): stored_at(
-            part.file, part.position, part.length
-        )
-        for saved, part in parts
-        for name in names.get(saved, (saved,))
-    }
+    metadata.storage_data = {}
+    for saved, part in parts:
+        offsets = sizes.setdefault(part.offsets, torch.Size(part.offsets))
+        for name in names.get(saved, (saved,)):
+            metadata.storage_data[_index(name, offsets)] = stored_at(part.file, part.position, part.length)
     metadata.version = CURRENT_DCP_VERSION
-    return _pickled(metadata)
+
+    def five_properties(value: TensorProperties) -> tuple[Any, ...]:  # as torch before 2.15 has
+        return TensorProperties, (), value.__getstate__()[:5]
+
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: five_properties}
+    pickler.dump(metadata)
+    return stream.getvalue()
 
 
 def _index(name: str, offsets: torch.Size) -> MetadataIndex:
@@ -128,36 +159,9 @@ def _index(name: str, offsets: torch.Size) -> MetadataIndex:
     return index
 
 
-def _pickled(metadata: Metadata) -> bytes:
-    """Return the pickle of ``metadata``, whose tensors have the five properties of torch before 2.15."""
-
-    def properties(value: TensorProperties) -> tuple[Any, ...]:
-        return TensorProperties, (), value.__getstate__()[:5]
-
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream)
-    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: properties}
-    pickler.dump(metadata)
-    return stream.getvalue()
-
-
 def whole(shapes: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> list[Group]:
     """Return the groups of tensors, given as name, shape and dtype, of which one rank writes all."""
     return [Group((name,), shape, dtype, (((0,) * len(shape), shape),)) for name, shape, dtype in shapes]
-
-
-def _metadata_of(groups: Iterable[Group]) -> Metadata:
-    """Return torch's description of the tensors; those that are divided alike share one list of parts."""
-    described: dict[str, Any] = {}
-    for group in groups:
-        chunks = [
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes in group.boxes
-        ]
-        properties, size = TensorProperties(dtype=group.dtype), torch.Size(group.shape)
-        described |= {
-            name: TensorStorageMetadata(properties=properties, size=size, chunks=chunks) for name in group.names
-        }
-    return Metadata(described)
 
 
 def check_written(groups: Iterable[Group], parts: Sequence[tuple[str, SavedPart]]) -> None:
@@ -174,10 +178,8 @@ def check_written(groups: Iterable[Group], parts: Sequence[tuple[str, SavedPart]
                 if part is None:
                     problems.append(f"{name} at {offsets} was not written")
                 elif part.shape != sizes or part.length < size:
-                    problems.append(
-                        f"{name} at {offsets}: {part.shape} in {part.length} bytes were written, planned {sizes} in "
-                        f"{size}"
-                    )
+                    text = f"{part.shape} in {part.length} bytes were written, planned {sizes} in {size}"
+                    problems.append(f"{name} at {offsets}: {text}")
     problems += [f"{name} at {offsets} was written, and is not in the plan" for name, offsets in written]
     if problems:
         raise CheckpointError("\n  ".join(["the written parts differ from the plan; save again:", *problems[:20]]))
@@ -191,9 +193,7 @@ def write_file(
     *,
     expected_bytes: int = 0,
 ) -> WrittenFile:
-    """Write parts, each with its bytes in row-major order, one after another, then the table of their checksums, and
-    flush the file to the disk; ``on_write`` is called after every block.
-    """
+    """Write parts and their bytes one after another, then the table of their checksums; flush the file to the disk."""
     written, sums = list[tuple[str, SavedPart]](), list[int]()
     position = whole = 0
     digest = hashlib.sha256() if checksum == "sha256" else None
@@ -211,17 +211,11 @@ def write_file(
             written.append((part.name, SavedPart(part.offsets, shape, path.name, position, length)))
             sums.append(summed)
             position, whole = position + length, combine_sums(whole, summed, length)
-        table = table_of(sums)
+        table = struct.pack(f"<{len(sums)}I", *sums)
         write(table)
     position, whole = position + len(table), combine_sums(whole, crc32(table), len(table))
     sha256 = digest.hexdigest() if digest is not None else None
     return WrittenFile(path.name, position, whole, sha256, tuple(written), crc32(table))
-
-
-def _with_bytes(parts: Iterable[TensorPart]) -> Iterator[tuple[TensorPart, Iterator[memoryview]]]:
-    room = _Room()
-    for part in parts:
-        yield part, room.blocks(part.tensor)
 
 
 @final
@@ -251,3 +245,141 @@ class _Room:
                     tile.copy_(piece, non_blocking=True)
                 self._stream.synchronize()
             yield memory_of(tile)
+
+
+class Layout(NamedTuple):
+    """The files of one rank and their parts, one after another; short to send."""
+
+    files: tuple[tuple[str, int], ...]  # name of each, and number of its parts
+    names: bytes  # the tensor of each part, packed
+    kinds: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]  # (offsets, shape, length in bytes) of parts
+    kind: bytes  # position in `kinds` of each part, an array of "I"
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()
+
+    def parts(self) -> Iterator[tuple[str, SavedPart]]:
+        """Yield the tensor of each part, and its place, in the order of the files."""
+        parts = zip(map(sys.intern, unpack(self.names)), array("I", self.kind), strict=True)
+        for file, count in self.files:
+            position = 0
+            for name, kind in itertools.islice(parts, count):
+                offsets, shape, length = self.kinds[kind]
+                yield name, SavedPart(offsets, shape, file, position, length)
+                position += length
+
+
+class WriteReport(NamedTuple):
+    """Data that each rank sends in every save."""
+
+    layout: str  # digest of the rank's layout
+    # size, CRC-32, CRC-32 of the table of checksums, and SHA-256 of each file
+    files: tuple[tuple[int, int, int | None, str | None], ...]
+
+
+def layout_of(files: Sequence[WrittenFile]) -> Layout:
+    """Return the layout of one rank's files."""
+    parts = [part for file in files for part in file.parts]
+    kinds: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
+    kind = array("I", (kinds.setdefault((part.offsets, part.shape, part.length), len(kinds)) for _, part in parts))
+    names = pack([name for name, _ in parts])
+    return Layout(tuple((file.name, len(file.parts)) for file in files), names, tuple(kinds), kind.tobytes())
+
+
+def report_of(files: Sequence[WrittenFile], layout: Layout) -> WriteReport:
+    """Return the report of one rank."""
+    return WriteReport(layout.digest, tuple((file.size, file.crc32, file.sums, file.sha256) for file in files))
+
+
+@final
+class Ledger:
+    """All that ``.metadata`` and the manifest have of the parts, made once, and checked as a reader will read it."""
+
+    def __init__(self, groups: Sequence[Group], layouts: Sequence[Layout], tied: Sequence[Sequence[str]]) -> None:
+        with _uncollected():
+            self._make(groups, layouts, tied)
+
+    def _make(self, groups: Sequence[Group], layouts: Sequence[Layout], tied: Sequence[Sequence[str]]) -> None:
+        self._layouts = [layout.digest for layout in layouts]
+        self._files = [name for layout in layouts for name, _ in layout.files]
+        parts = [part for layout in layouts for part in layout.parts()]
+        check_written(groups, parts)
+        saved = {name for group in groups for name in group.names}
+        names = {MODEL + other: MODEL + group[0] for group in tied for other in group[1:] if MODEL + other not in saved}
+        metadata = metadata_bytes(groups, parts, names)
+        read = tensors_in(metadata, METADATA_NAME)
+        chunks: dict[str, list[str]] = {name: [] for name in read if name not in names}
+        for name, part in parts:
+            place = f"{_quoted(part.file)}, {part.position}, {part.length}"
+            chunks[name].append(f"{_box(part.offsets, part.shape)}, {place}]")
+        entries = (
+            f'{_quoted(name)}: {{"dtype": {_quoted(str(read[name].dtype).removeprefix("torch."))}, '
+            f'"shape": {json.dumps(read[name].shape)}, "chunks": [{", ".join(chunk)}]}}'
+            for name, chunk in chunks.items()
+        )
+        self._metadata = zlib.compress(metadata, 1)
+        self._tensors = zlib.compress(f"{{{', '.join(entries)}}}".encode(), 1)
+
+    def fits(self, reports: Sequence[WriteReport]) -> bool:
+        """Return whether the ranks' layouts are those of this ledger."""
+        return self._layouts == [report.layout for report in reports]
+
+    def write(self, folder: Place, reports: Sequence[WriteReport], entries: Mapping[str, Any]) -> Manifest:
+        """Write torch's metadata into the folder and return the manifest of a save; ``entries`` are its plain data."""
+        metadata = decompress(self._metadata)
+        with (folder / METADATA_NAME).writing() as put:
+            put(metadata)
+        files = dict(zip(self._files, (file for report in reports for file in report.files), strict=True))
+        files[METADATA_NAME] = (len(metadata), crc32(metadata), None, None)
+        return Manifest(
+            saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            files={
+                name: {"size": size, "crc32": checksum}
+                | ({"sums": sums} if sums is not None else {})
+                | ({"sha256": sha256} if sha256 else {})
+                for name, (size, checksum, sums, sha256) in sorted(files.items())
+            },
+            tensors=Encoded(decompress(self._tensors).decode()),
+            versions={"torch": torch.__version__, "meshpar": __version__},
+            **entries,
+        )
+
+
+def pack(names: Sequence[str]) -> bytes:
+    return zlib.compress(json.dumps(list(names)).encode())
+
+
+def unpack(packed: bytes) -> list[str]:
+    """Return the names of which :func:`pack` made bytes."""
+    return json.loads(zlib.decompress(packed))
+
+
+def make_manifest(
+    folder: Place, groups: Sequence[Group], files: Sequence[WrittenFile], entries: Mapping[str, Any]
+) -> Manifest:
+    """Write torch's metadata into the folder; return the manifest of files that this process wrote alone."""
+    layout = layout_of(files)
+    return Ledger(groups, [layout], entries.get("tied", ())).write(folder, [report_of(files, layout)], entries)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let Python not look for cycles among millions of new objects that hold none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@functools.lru_cache(1 << 16)
+def _box(offsets: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    return json.dumps([offsets, shape])[:-1]
+
+
+@functools.lru_cache(1 << 16)
+def _quoted(text: str) -> str:
+    return json.dumps(text)

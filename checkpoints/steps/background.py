@@ -1,6 +1,4 @@
-"""A save in the background: the copies of its parts in host memory, and its thread; the next step, save or close raises
-its errors.
-"""
+"""A save in the background: its thread, whose errors the next step, save or close raises, and its copies."""
 
 from __future__ import annotations
 
@@ -41,8 +39,9 @@ class Background:
     def start(
         self, stage: Callable[[], None], finish: Callable[[], object], *, trains: bool, module: nn.Module, what: str
     ) -> None:
-        """Run ``stage``, then ``finish``. The next step of any optimizer, and what moves or loads parameters of
-        ``module``, waits for ``stage``; without an optimizer (``trains``) this call waits.
+        """Run ``stage``, for which optimizers' steps, moves and loads of ``module`` wait, then ``finish``.
+
+        Without an optimizer (``trains``) this call waits for ``stage``. ``what``: the save in messages.
         """
         self.wait()
         read = reads_of(module).begin(what, beside=True)
@@ -128,9 +127,8 @@ _SAMPLES = 64  # elements of a part, about
 
 @final
 class Stager:
-    """Memory for the parts of one save, reused by the next one, so that it is allocated and pinned once: one slab for
-    parts on an accelerator, which is pinned, and one for those in host memory, from which ``threads`` copy (one core
-    does not reach the memory's bandwidth).
+    """Host memory for the parts of one save, reused by the next one: a slab that is pinned for those of a device, and
+    one for those on the host, from which ``threads`` copy: one core does not reach the memory's bandwidth.
     """
 
     def __init__(self, threads: int = 2) -> None:
@@ -142,24 +140,21 @@ class Stager:
     ) -> list[TensorPart]:
         """Copy parts of a ``device`` to the host, after its event ``ready``; None on the CPU."""
         runtime.make_current(device)  # of this thread, which pins memory by it
-        room = self._room([part.tensor for part in parts])
-        with own_stream(device, ready):
-            self._copy(list(zip(room, [part.tensor for part in parts])))
-        return [TensorPart(part.name, part.offsets, memory) for part, memory in zip(parts, room)]
+        pairs = list(zip(self._room([part.tensor for part in parts]), [part.tensor for part in parts]))
 
-    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         def copy(pair: tuple[Tensor, Tensor]) -> None:
             with torch.no_grad():
                 pair[0].copy_(pair[1], non_blocking=True)
 
-        for pair in pairs:
-            if not pair[1].is_cpu:
-                copy(pair)  # on the stream that is current on this thread
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="meshpar-stage") as pool:
-            list(pool.map(copy, (piece for pair in pairs if pair[1].is_cpu for piece in _pieces(*pair))))
+        with own_stream(device, ready):
+            for pair in pairs:
+                if not pair[1].is_cpu:
+                    copy(pair)  # on the stream that is current on this thread
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="meshpar-stage") as pool:
+                list(pool.map(copy, (piece for pair in pairs if pair[1].is_cpu for piece in _pieces(*pair))))
+        return [TensorPart(part.name, part.offsets, memory) for part, (memory, _) in zip(parts, pairs)]
 
     def _room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return memory for copies of tensors."""
         room: dict[int, Tensor] = {}
         for pin in list(self._slabs):
             on_slab = [(at, tensor) for at, tensor in enumerate(tensors) if tensor.is_cpu != pin]
@@ -174,15 +169,15 @@ class Stager:
 
 @final
 class PartSamples:
-    """Some bytes of each part, and torch's count of its changes in place, by which :meth:`written` tells later whether
-    it was written. Nothing waits for a device when they are taken. ``parts``: the bytes, one tensor for each device.
+    """Some bytes of each part (``parts``: a tensor a device), and torch's count of its changes in place, by which
+    :meth:`written` tells whether it was written. Nothing waits for a device when they are taken.
     """
 
     def __init__(self, parts: Sequence[TensorPart], wholes: Sequence[Tensor] = ()) -> None:
-        devices = [part.tensor.device for part in parts]
-        self._groups = [
-            [at for at, other in enumerate(devices) if other == device] for device in dict.fromkeys(devices)
-        ]
+        by_device: dict[torch.device, list[int]] = {}
+        for at, part in enumerate(parts):
+            by_device.setdefault(part.tensor.device, []).append(at)
+        self._groups = list(by_device.values())
         self._names = [part.name for part in parts]
         tensors = [*((part.name, part.tensor) for part in parts), *zip(self._names, wholes)]
         self._versions = [(name, tensor, _version(tensor)) for name, tensor in tensors]
@@ -207,7 +202,7 @@ class PartSamples:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return the number of in-place changes of a tensor, of a DTensor also those of its shard."""
+    """Return the number of in-place changes of a tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource, read_tiles
 from meshpar.checkpoints.format.manifest import MODEL
-from meshpar.checkpoints.format.safetensors import weights_in
-from meshpar.checkpoints.format.writing import Checksum, TensorPart, whole, write_file
-from meshpar.checkpoints.steps.recording import make_manifest
+from meshpar.checkpoints.format.weights import weights_in
+from meshpar.checkpoints.format.writing import Checksum, TensorPart, make_manifest, whole, write_file
 from meshpar.checkpoints.steps.steps import Steps
 from meshpar.checkpoints.storage.files import TILE_BYTES, failing_as, memory_of, read_blocks, read_json, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
@@ -31,9 +30,7 @@ def import_safetensors(
     checksum: Checksum = "crc32",
     progress: Progress | None = None,
 ) -> Place:
-    """Convert a model's safetensors to a committed step that contains only the model.
-
-    An import runs without a process group and without building the model.
+    """Convert a model's safetensors to a committed step with the model alone, without a process group.
 
     Args:
         src: a safetensors file, an index, or a folder of these; files of ``torch.save``, as for :class:`TorchWeights`;
@@ -57,7 +54,7 @@ def import_safetensors(
     stored = weights_in(src)
     source = rules.view(stored)
     dtypes = {
-        name: dtype if dtype is not None and stored_dtype.is_floating_point else stored_dtype
+        name: stored_dtype if dtype is None or not stored_dtype.is_floating_point else dtype
         for name, stored_dtype in source.dtypes().items()
     }
     total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
@@ -70,20 +67,18 @@ def import_safetensors(
                 raise CheckpointError(
                     f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB: free some space"
                 )
-            parts = _parts(source, stored, dtypes, ByteCount(total, progress).add)
+            parts = _parts(source, stored, dtypes, ByteCount(total, progress))
             file = write_file(folder / "__0_0.distcp", parts, checksum, expected_bytes=total)
             groups = whole((MODEL + name, shape, dtypes[name]) for name, shape in source.shapes().items())
             about = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
-            return steps.commit(
-                folder,
-                make_manifest(folder, groups, [file], {**about, "weights": rules.to_json(), "config": published}),
-            )
+            about |= {"weights": rules.to_json(), "config": published}
+            return steps.commit(folder, make_manifest(folder, groups, [file], about))
         finally:
             steps.abandon(folder)
 
 
 def _parts(
-    source: Mapped, stored: TypedSource, dtypes: Mapping[str, torch.dtype], advance: Callable[[int], None]
+    source: Mapped, stored: TypedSource, dtypes: Mapping[str, torch.dtype], count: ByteCount
 ) -> Iterator[tuple[TensorPart, Iterator[memoryview]]]:
     """Yield the tensors in the order of their files, with their bytes."""
     for name, shape in source.shapes().items():
@@ -95,13 +90,7 @@ def _parts(
         else:
             blocks = map(memory_of, read_tiles(source, name, dtype, tiles(shape, dtype.itemsize, TILE_BYTES)))
         part = TensorPart(MODEL + name, (0,) * len(shape), torch.empty(shape, dtype=dtype, device="meta"))
-        yield part, _counted(blocks, advance)
-
-
-def _counted(blocks: Iterator[memoryview], advance: Callable[[int], None]) -> Iterator[memoryview]:
-    for block in blocks:
-        yield block
-        advance(len(block))
+        yield part, count.through(blocks)
 
 
 def config_beside(src: PlaceLike) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def list_steps(root: PlaceLike) -> str:
         try:
             manifest = read_manifest(steps.folder(step))
             metrics = ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items() if value is not None)
-            marks = ", ".join([*(["latest"] if step == committed[-1] else []), *(["pinned"] if step in pinned else [])])
+            marks = ", ".join(["latest"] * (step == committed[-1]) + ["pinned"] * (step in pinned))
             if steps.folder(step) != steps.path(step):
                 marks += f" (in {steps.folder(step).name}: its replacement is running or did not finish)"
             saved_at, size = manifest.saved_at[:19].replace("T", " "), _size(_bytes(manifest))
@@ -44,6 +44,7 @@ def show_step(path: PlaceLike) -> str:
     manifest = read_manifest(folder)
     model = {name: entry for name, entry in manifest.tensors.items() if name.startswith(MODEL)}
     count = sum(math.prod(entry["shape"]) for entry in model.values())
+    kinds = "none" if manifest.optimizer is None else manifest.optimizer["class"]
     by = f"{manifest.world_size} ranks, {_mesh(manifest)}, {manifest.device}, torch {manifest.versions.get('torch')}"
     facts = [
         ("step", str(manifest.step)),
@@ -52,7 +53,10 @@ def show_step(path: PlaceLike) -> str:
         ("plan", manifest.plan),
         ("size", f"{_size(_bytes(manifest))} in {len(manifest.files)} files"),
         ("model", f"{count:,} elements in {len(model)} tensors"),
-        ("optimizer", _optimizers(manifest.optimizer)),
+        (
+            "optimizer",
+            kinds if isinstance(kinds, str) else ", ".join(f"{name}: {kind}" for name, kind in kinds.items()),
+        ),
         *(("tied", " = ".join(group)) for group in manifest.tied),
         *((f"metric {name}", f"{value:.6g}") for name, value in manifest.metrics.items()),
     ]
@@ -75,9 +79,7 @@ def verify_step(path: PlaceLike) -> str:
 
 
 def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
-    """Return the differences between two steps: tensors that only one has, shapes, dtypes, values (by how much),
-    plain data.
-    """
+    """Return the differences between two steps: tensors, shapes, dtypes, values (by how much), plain data."""
     folders = open_step(one), open_step(other)
     first, second = (read_manifest(folder) for folder in folders)
     lines = [f"only in {folders[0]}: {name}" for name in first.tensors if name not in second.tensors]
@@ -93,15 +95,15 @@ def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
     ]
     same = 0
     for name in (name for name in first.tensors if name in second.tensors):
-        difference = _difference(name, first.tensors[name], second.tensors[name], sources)
-        same += difference is None
-        lines += [] if difference is None else [f"{name}: {difference}"]
+        if difference := _difference(name, first.tensors[name], second.tensors[name], sources):
+            lines.append(f"{name}: {difference}")
+        else:
+            same += 1
     return "\n".join([*lines, f"{same} of {len(first.tensors)} tensors are the same"])
 
 
 def prune_steps(root: PlaceLike, keep: int, *, best: str | None = None) -> str:
-    """Delete all steps except the newest ``keep``, the pinned ones and the ``best``, and leftovers of dead processes;
-    return a summary.
+    """Delete leftovers of dead processes, and all steps but the newest, the pinned and the best; return a summary.
 
     Args:
         root: a run's folder, or the folder of its steps.
@@ -125,16 +127,12 @@ def pin_step(path: PlaceLike, *, pinned: bool = True) -> str:
     folder = open_step(path)
     step = read_manifest(folder).step
     Steps(folder.parent).pin(step, pinned=pinned)
-    return (
-        f"step {step} in {folder.parent} is "
-        f"{'pinned: it stays until it is unpinned' if pinned else 'not pinned any more'}"
-    )
+    state = "pinned: it stays until it is unpinned" if pinned else "not pinned any more"
+    return f"step {step} in {folder.parent} is {state}"
 
 
 def remove_step(path: PlaceLike) -> str:
-    """Delete a step and return a line of text; raises CheckpointError if it is pinned, or ``path`` does not name one
-    step.
-    """
+    """Delete a step and return a line of text; raises CheckpointError if it is pinned, or ``path`` is no step."""
     folder = open_step(path)
     if folder.name != place(path).resolve().name:
         raise CheckpointError(f"{path} does not name one step; give its folder, such as {folder}")
@@ -178,11 +176,6 @@ def _bytes(manifest: Manifest) -> int:
 
 def _mesh(manifest: Manifest) -> str:
     return ",".join(f"{axis}={size}" for axis, size in manifest.mesh.items()) or "no mesh"
-
-
-def _optimizers(table: Mapping[str, Any] | None) -> str:
-    kinds = "none" if table is None else table["class"]
-    return kinds if isinstance(kinds, str) else ", ".join(f"{called}: {kind}" for called, kind in kinds.items())
 
 
 def _size(count: float) -> str:

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from typing import Any, final
 
-from meshpar.checkpoints.steps.commit import warn_only
+from meshpar.checkpoints.steps.steps import warn_only
 from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.core.errors import CheckpointError
 from meshpar.process.leftovers import is_running, this_process
@@ -21,8 +21,7 @@ LEASE_NAME = ".writer"
 class Lease:
     """A file in a folder that names the holder, and counts every ``beat_s`` seconds while the holder lives.
 
-    A holder on this host is dead if its process has ended. A holder on another host is dead if its count has not risen
-    for ``dead_s`` seconds, by this host's clock: clocks of hosts are not compared.
+    A holder on another host is dead if its count has not risen for ``dead_s`` seconds, by this host's clock.
     """
 
     def __init__(self, folder: PlaceLike, *, beat_s: float = 5.0, dead_s: float = 30.0) -> None:
@@ -34,10 +33,10 @@ class Lease:
         self._thread = threading.Thread(target=self._beat, name="meshpar-lease", daemon=True)
 
     def take(self) -> None:
-        """Take the folder, after up to ``dead_s`` seconds for a sign of its holder; raises CheckpointError if that
-        lives.
-        """
-        created, (holder, version) = self._create(), self._read()
+        """Take the folder, after up to ``dead_s`` seconds for a sign of its holder, who is an error if it lives."""
+        self._made_folder = self._path.parent.make()
+        created = self._path.create(self._text(-1))
+        holder, version = self._read()
         if not created and not self._is_ours(holder) and self._lives(holder):
             raise CheckpointError(f"{self._path.parent} {_describe(holder)}; end that job, or train in another folder")
         self._write(0, version)
@@ -69,10 +68,6 @@ class Lease:
         if self._made_folder:
             with suppress(OSError):
                 self._path.parent.rmdir()
-
-    def _create(self) -> bool:
-        self._made_folder = self._path.parent.make()
-        return self._path.create(self._text(-1))
 
     def _lives(self, holder: dict[str, Any]) -> bool:
         if holder.get("host") == self._us["host"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,19 +10,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from meshpar.checkpoints.format.foreign import remedy
-from meshpar.checkpoints.format.manifest import Manifest
+from meshpar.checkpoints.format.manifest import Manifest, remedy
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.format.writing import Checksum
 from meshpar.checkpoints.steps.background import Background, Stager
-from meshpar.checkpoints.steps.commit import warn_only
 from meshpar.checkpoints.steps.lease import Lease
 from meshpar.checkpoints.steps.planning import Planning
-from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.checkpoints.steps.restoring import RestoredState, Restoring, check_same_arguments
 from meshpar.checkpoints.steps.saving import Noted, Saving, WriteSettings
 from meshpar.checkpoints.steps.state import Checkpointable, Optimizers, plain
-from meshpar.checkpoints.steps.steps import Steps
+from meshpar.checkpoints.steps.steps import Steps, warn_only
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk, place
 from meshpar.core.errors import CheckpointError, StoreError
@@ -70,26 +69,20 @@ class CheckpointManager:
         timeout_s: float = 600.0,
         staging: str | Path | None = None,
     ) -> None:
-        for name, value in (("keep", keep), ("every", every), ("threads", threads)):
+        for name, value, none in (("keep", keep, ", or None"), ("every", every, ", or None"), ("threads", threads, "")):
             if value is not None and value < 1:
-                raise CheckpointError(
-                    f"{name} must be at least 1{'' if name == 'threads' else ', or None'}, got {value}"
-                )
+                raise CheckpointError(f"{name} must be at least 1{none}, got {value}")
         if checksum not in ("crc32", "sha256"):
             raise CheckpointError(f"checksum must be 'crc32' or 'sha256', got {checksum!r}")
         self._steps = Steps(place(root).absolute())  # user code may change the working directory
         self._every, self._best, self._timeout_s = every, best, timeout_s
         self._writer = _StepWriter(self._steps, keep, best)
-        self._settings = WriteSettings(
-            threads=threads,
-            checksum=checksum,
-            on_write=self._count_write,
-            staging=None if staging is None else _staging_folder(staging, self._steps.root, async_=async_),
-        )
+        folder = None if staging is None else _staging_folder(staging, self._steps.root, async_=async_)
+        self._settings = WriteSettings(threads=threads, checksum=checksum, on_write=self._count_write, staging=folder)
         self._stager = Stager(threads) if async_ else None
         self._background = Background()
         self._planning = Planning()
-        self._open_ranks: Ranks | None = None
+        self._open_ranks: SavingRanks | None = None
         self.writes = 0
 
     @property
@@ -122,8 +115,7 @@ class CheckpointManager:
         return self._steps.best(self._best)
 
     def own(self) -> None:
-        """Take the folder for this job until :meth:`close`, so that no second job writes it. A holder that died is
-        replaced.
+        """Take the folder for this job until :meth:`close`, so that no second job writes it.
 
         Collective: every rank calls it. Waits up to 30 seconds for a sign of a holder on another host.
 
@@ -169,10 +161,8 @@ class CheckpointManager:
         self._background.wait()
         reads_of(par.module).check("save()")
         ranks = self._ranks()
-        noted = Noted(
-            step=step, extra=extra or {}, metrics=metrics or {}, rank_extra=rank_extra, averages=averages or {}
-        )
-        stager = self._stager
+        stager, extra, metrics, averages = self._stager, extra or {}, metrics or {}, averages or {}
+        noted = Noted(step=step, extra=extra, metrics=metrics, rank_extra=rank_extra, averages=averages)
         with self._writer.abandoning_on_error():
             folder = ranks.share(f"beginning step {step}", lambda: self._writer.begin(noted, replace=replace))
             saving = Saving(ranks, folder, noted, self._planning, self._settings)
@@ -185,18 +175,12 @@ class CheckpointManager:
         if stager is None:
             finish()
         else:
-            self._background.start(
-                lambda: saving.stage(stager),
-                finish,
-                trains=optimizer is not None,
-                module=par.module,
-                what=f"the save of step {step} in the background",
-            )
+            stage, what = functools.partial(saving.stage, stager), f"the save of step {step} in the background"
+            self._background.start(stage, finish, trains=optimizer is not None, module=par.module, what=what)
         return self._steps.path(step)
 
     def amend(self, step: int, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Replace ``extra`` and ``metrics`` of a saved step, so that values which are known after the save decide about
-        ``best``. A step that is being written in the background is amended as soon as it is committed.
+        """Replace ``extra`` and ``metrics`` of a saved step, once it is committed, by values known after the save.
 
         Rank 0 writes, and no rank waits. An error is logged as a warning, because the step itself is saved.
         """
@@ -212,9 +196,7 @@ class CheckpointManager:
         self._background.wait()
 
     def close(self) -> None:
-        """Wait for the save in flight and close the manager's process group; raises CheckpointError if the save
-        failed.
-        """
+        """Wait for the save in flight and close the connections; raises CheckpointError if the save failed."""
         try:
             self._background.close()
         finally:
@@ -278,8 +260,7 @@ class CheckpointManager:
         """
         self._background.wait()
         ranks = self._ranks()
-        asked = {"step": step, "verify": verify, "partial": partial, "fallback": fallback}
-        check_same_arguments(ranks, asked)
+        check_same_arguments(ranks, {"step": step, "verify": verify, "partial": partial, "fallback": fallback})
         folders = ranks.share("finding the step", lambda: self._find(step))
         damaged: list[str] = []
         for folder in folders if fallback else folders[:1]:
@@ -300,12 +281,9 @@ class CheckpointManager:
     def _count_write(self) -> None:
         self.writes += 1  # two threads at once may count one: it is another number all the same
 
-    def _ranks(self) -> Ranks:
-        if self._open_ranks is not None and self._open_ranks.broken:
-            self._open_ranks.close()
-            self._open_ranks = None
-        if self._open_ranks is None:
-            self._open_ranks = Ranks(self._timeout_s)
+    def _ranks(self) -> SavingRanks:
+        if self._open_ranks is None or self._open_ranks.broken:
+            self._open_ranks = SavingRanks(self._timeout_s)
         return self._open_ranks
 
     def _find(self, step: int | None) -> list[Place]:
@@ -341,14 +319,12 @@ class _StepWriter:
         self._lease: Lease | None = None  # after own()
 
     def own(self) -> None:
-        """Take the folder for this job, so that no second job writes it."""
         if self._lease is None:
             lease = Lease(self._steps.root)
             lease.take()
             self._lease = lease
 
     def release(self) -> None:
-        """Give the folder up."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -358,11 +334,10 @@ class _StepWriter:
         if not isinstance(noted.step, int) or isinstance(noted.step, bool) or noted.step < 0:
             raise CheckpointError(f"step is {noted.step!r}; expected an integer of 0 or more")
         plain(noted.extra, "extra")
-        if odd := [name for name, value in noted.metrics.items() if not isinstance(value, (int, float))]:
-            raise CheckpointError(
-                f"metrics[{odd[0]!r}] is a {type(noted.metrics[odd[0]]).__name__}; expected a number, such as "
-                "loss.item()"
-            )
+        for name, value in noted.metrics.items():
+            if not isinstance(value, (int, float)):
+                kind = type(value).__name__
+                raise CheckpointError(f"metrics[{name!r}] is a {kind}; expected a number, such as loss.item()")
         self._check_owned()
         self._steps.reap(sole_writer=True)
         self._temporary = self._steps.begin(noted.step, replace=replace)
@@ -376,7 +351,6 @@ class _StepWriter:
         return path
 
     def amend(self, step: int, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Replace ``extra`` and ``metrics`` of a committed step; an error is logged as a warning."""
         with warn_only(f"step {step} is saved, but without the values that were computed after its save"):
             self._check_owned()
             self._steps.amend(step, extra=plain(extra, "extra"), metrics=plain(metrics, "metrics"))

@@ -1,6 +1,4 @@
-"""Which rank writes which part of a step: divided by rank 0, and kept from save to save while no rank's tensors
-change.
-"""
+"""Which rank writes which part of a step: divided by rank 0, and kept while no rank's tensors change."""
 
 from __future__ import annotations
 
@@ -18,15 +16,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar.checkpoints.format.dcp import check_cover
-from meshpar.checkpoints.format.writing import Group, TensorPart
-from meshpar.checkpoints.steps.ranks import Ranks
-from meshpar.checkpoints.steps.recording import Layout, Ledger, Report, pack, unpack
+from meshpar.checkpoints.format.writing import Group, Layout, Ledger, TensorPart, WriteReport, pack, unpack
+from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.core.errors import CheckpointError
 from meshpar.tensors.placements import held_by_this_rank, local_tensor
 from meshpar.weights.rules import Spans
 
-Share = Sequence[Sequence[int]]
-"""The parts that a rank writes: for each of its :class:`Alike`, positions in the list of names."""
+Share = Sequence[Sequence[int]]  # the parts that a rank writes: of each of its Alike, positions in the list of names
+_Claims = list[
+    tuple[int, int, int]
+]  # of a box, the ranks that have it: (rank, position of its Alike, first name there)
 
 
 class Alike(NamedTuple):
@@ -40,7 +39,6 @@ class Alike(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The tensors' names."""
         return unpack(self.packed)
 
     @property
@@ -92,11 +90,7 @@ class _Question:
 
 @final
 class Planning:
-    """The plan of a rank's last save.
-
-    A save whose tensors are those of the last one exchanges a token and ``rank_extra``. If the token of any rank
-    differs, because its tensors, its rank or the number of ranks changed or because it missed a plan, all plan again.
-    """
+    """The plan of a rank's last save, known by a token; all plan again if the token of any rank differs."""
 
     def __init__(self) -> None:
         self._digest, self._token = "", ""
@@ -106,15 +100,15 @@ class Planning:
 
     def agree(
         self,
-        ranks: Ranks,
+        ranks: SavingRanks,
         step: str,
         describe: Callable[[], Described],
         settle: Callable[[Agreed, Sequence[Mapping[str, Any]], Sequence[Any]], None],
     ) -> list[tuple[Alike, Sequence[int]]]:
         """Return the parts that this rank writes; collective.
 
-        ``step`` names the step in errors. ``describe`` is called on every rank, and ``settle`` on rank 0, with the
-        division, the optimizer's tables and the ``rank_extra`` of all ranks.
+        ``describe`` is called on every rank, and ``settle`` on rank 0, with the division, the optimizer's tables and
+        the ``rank_extra`` of all ranks. ``step``: in errors.
         """
         described: list[Described] = []
         extras: list[Any] = []
@@ -126,9 +120,12 @@ class Planning:
         def ask(greetings: Sequence[_Greeting]) -> _Question | None:
             extras.extend(greeting.rank_extra for greeting in greetings)
             _refuse_other_extras([greeting.extra for greeting in greetings])
-            question = self._ask(greetings)
-            if question.replan or set(question.tables) - {0}:
-                return question
+            last_first = reversed(list(enumerate(greetings)))
+            first = {greeting.table: rank for rank, greeting in last_first if greeting.table is not None}
+            token = None if self._agreed is None else self._agreed.token
+            replan = token is None or any(greeting.token != token for greeting in greetings)
+            if replan or set(first.values()) - {0}:
+                return _Question(replan, sorted(first.values()))
             assert self._agreed is not None
             settle(self._agreed, _tables({0: described[0].optimizer}), extras)
             return None
@@ -153,11 +150,11 @@ class Planning:
                 self.keep(plan, described[0], ranks)
         return list(zip(described[0].alike, self._share, strict=True))
 
-    def keep(self, plan: tuple[str, Share], described: Described, ranks: Ranks) -> None:
+    def keep(self, plan: tuple[str, Share], described: Described, ranks: SavingRanks) -> None:
         """Keep a plan's token and this rank's share, for as long as ``described`` and the ranks stay as they are."""
         (self._token, self._share), self._digest = plan, _digest(described, ranks)
 
-    def recorded(self, reports: Sequence[Report]) -> bool:
+    def recorded(self, reports: Sequence[WriteReport]) -> bool:
         """Return, on rank 0, whether the ledger is of files with these layouts."""
         return self._ledger is not None and self._ledger.fits(reports)
 
@@ -168,16 +165,10 @@ class Planning:
             self._ledger = Ledger(self._agreed.groups, layouts, self._agreed.tied)
         return self._ledger
 
-    def _greet(self, described: Described, ranks: Ranks) -> _Greeting:
+    def _greet(self, described: Described, ranks: SavingRanks) -> _Greeting:
         token = self._token if self._digest == _digest(described, ranks) else None
         extra = {name: _hash(json.dumps(value, sort_keys=True)) for name, value in described.extra.items()}
         return _Greeting(token, _table_digest(described.optimizer), described.rank_extra, extra)
-
-    def _ask(self, greetings: Sequence[_Greeting]) -> _Question:
-        current = self._agreed is not None and all(greeting.token == self._agreed.token for greeting in greetings)
-        last_first = reversed(list(enumerate(greetings)))
-        first = {greeting.table: rank for rank, greeting in last_first if greeting.table is not None}
-        return _Question(not current, sorted(first.values()))
 
 
 def _refuse_other_extras(extras: Sequence[Mapping[str, str]]) -> None:
@@ -203,7 +194,7 @@ def _tables(tables: Mapping[int, Mapping[str, Any] | None]) -> list[Mapping[str,
     return [table for _, table in sorted(tables.items()) if table is not None]
 
 
-def _digest(described: Described, ranks: Ranks) -> str:
+def _digest(described: Described, ranks: SavingRanks) -> str:
     """Return a hash of all that the division depends on."""
     return _hash([ranks.rank, ranks.size, [tuple(entry) for entry in described.alike], described.tied])
 
@@ -251,21 +242,19 @@ def parts_of(share: Iterable[tuple[Alike, Sequence[int]]], tensors: Mapping[str,
 
 
 def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
-    """Divide the parts of all ranks so that each is written once, and ranks that have the same part write about as many
-    bytes; return the groups, and each rank's share.
+    """Divide the parts of all ranks so that each is written once, and ranks write about as many bytes.
 
-    Raises:
-        CheckpointError: the ranks lack a part of a tensor, or have it in different shapes or dtypes.
+    Return the groups, and each rank's share; raises CheckpointError for parts that are missing or do not fit together.
     """
     loads = [0] * len(said)
     shares: list[list[list[int]]] = [[[] for _ in boxes_of_rank] for boxes_of_rank in said]
     groups, work = [], []
     for names, holders in _claims(said):
         if len({(holder.shape, holder.dtype) for holder in holders}) > 1:
-            kinds = {(key.shape, key.dtype): claims[0][0] for key, claims in holders.items()}
-            seen = " and ".join(
-                f"{shape}, {str(dtype).removeprefix('torch.')} on rank {rank}" for (shape, dtype), rank in kinds.items()
-            )
+            kinds = {
+                f"{box.shape}, {str(box.dtype).removeprefix('torch.')}": claims[0][0] for box, claims in holders.items()
+            }
+            seen = " and ".join(f"{kind} on rank {rank}" for kind, rank in kinds.items())
             raise CheckpointError(
                 f"{names[0]} differs between ranks: {seen}; expected the same shape and dtype on every rank"
             )
@@ -282,9 +271,9 @@ def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
     return groups, [[_short(claim) for claim in share] for share in shares]
 
 
-def _claims(said: Sequence[Sequence[Alike]]) -> list[tuple[list[str], dict[Alike, list[tuple[int, int, int]]]]]:
-    """Return names, and for each box the ranks that have it: (rank, its :class:`Alike`, the first name there)."""
-    together: dict[bytes, dict[Alike, list[tuple[int, int, int]]]] = {}
+def _claims(said: Sequence[Sequence[Alike]]) -> list[tuple[list[str], dict[Alike, _Claims]]]:
+    """Return names, and for each box the ranks that have it."""
+    together: dict[bytes, dict[Alike, _Claims]] = {}
     names: dict[bytes, list[str]] = {}
     for rank, report in enumerate(said):
         for at, part in enumerate(report):
@@ -292,7 +281,7 @@ def _claims(said: Sequence[Sequence[Alike]]) -> list[tuple[list[str], dict[Alike
                 names[part.packed] = part.names
             together.setdefault(part.packed, {}).setdefault(part._replace(packed=b""), []).append((rank, at, 0))
     counts = Counter(name for group in names.values() for name in group)
-    claims_of, alone = [], dict[str, dict[Alike, list[tuple[int, int, int]]]]()
+    claims_of, alone = [], dict[str, dict[Alike, _Claims]]()
     for packed, boxes in together.items():
         if all(counts[name] == 1 for name in names[packed]):
             claims_of.append((names[packed], boxes))

@@ -15,17 +15,15 @@ from meshpar.exchange.host_messages import Messages, branch_of, receive_bytes, s
 T = TypeVar("T")
 R = TypeVar("R")
 _Outcome = tuple[str | None, Any]
+# times the time-out that a rank waits for the one above it: that one waits for all below it, and then decides
 _BOTH_WAYS = 2.5
-"""Times the time-out that a rank waits for the one above it: that one waits for all below it, and then decides."""
 
 
 @final
-class Ranks:
-    """The ranks that save and restore together, by messages of their own along a tree; one process without a process
-    group. Collective: every rank constructs it and runs each step, in the same order.
+class SavingRanks:
+    """The ranks that save and restore together, by messages of their own along a tree. Collective.
 
-    Attributes:
-        broken: whether communication failed in a step; the next step needs new Ranks.
+    ``broken``: communication failed in a step; the next step needs new ones.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -36,20 +34,20 @@ class Ranks:
         self._branch, self.broken = branch_of(self.rank, self.size), False
 
     def agree(self, step: str, act: Callable[[], T], decide: Callable[[list[T]], R], *, deciding: str = "") -> R:
-        """Run ``act`` on every rank, then ``decide`` on rank 0 with all results in rank order; every rank returns what
-        it has decided. ``deciding``: the step in errors of ``decide``.
+        """Run ``act`` on every rank, then ``decide`` on rank 0 with all results; every rank returns its decision.
+
+        ``deciding``: the step in errors of ``decide``.
         """
         outcome, interrupt = _attempt(self.rank, act)
         interrupts = [interrupt]
 
         def talk() -> tuple[str, list[_Outcome]]:
-            outcomes, answer = self._gather(outcome), (step, list[_Outcome]())
-            if self.rank == 0:
-                answer = step, [outcome for outcome in outcomes if outcome[0] is not None]
-                if not answer[1]:
-                    decided, interrupted = _attempt(0, lambda: decide([value for _, value in outcomes]))
-                    interrupts.append(interrupted)
-                    answer = deciding or step, [decided]
+            outcomes = self._gather(outcome)
+            answer = step, [outcome for outcome in outcomes if outcome[0] is not None]
+            if self.rank == 0 and not answer[1]:
+                decided, interrupted = _attempt(0, lambda: decide([value for _, value in outcomes]))
+                interrupts.append(interrupted)
+                answer = deciding or step, [decided]
             return self._broadcast(answer)  # type: ignore[no-any-return]
 
         return self._finish(step, talk, interrupts)  # type: ignore[no-any-return]
@@ -75,13 +73,11 @@ class Ranks:
         interrupt: BaseException | None = None
         if self.rank == 0:
             (failure, values), interrupt = _attempt(0, act)
-            outcomes = [
-                (failure, value) for value in ([values] * self.size if failure is not None or not values else values)
-            ]
+            items = values if values and failure is None else [values] * self.size
+            outcomes = [(failure, item) for item in items]
         return self._finish(step, lambda: (step, [self._scatter(outcomes)]), [interrupt])  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Let go of the connections."""
         self._messages = None
 
     def _finish(
@@ -114,7 +110,6 @@ class Ranks:
         return [pickle.loads(packed) for packed in gathered]
 
     def _broadcast(self, value: Any) -> Any:  # noqa: ANN401
-        """Return rank 0's value on every rank."""
         if self._messages is None:
             return value
         data = pickle.dumps(value) if self._branch.parent is None else self._receive(self._branch.parent)

@@ -9,10 +9,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from meshpar.checkpoints.format.dcp import Stored
 from meshpar.checkpoints.format.manifest import MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
-from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.checkpoints.steps.state import (
     Checkpointable,
     ModelState,
@@ -29,7 +28,7 @@ from meshpar.checkpoints.steps.state import (
     restore_optimizer,
     set_random_state,
 )
-from meshpar.checkpoints.storage.checksums import crc32
+from meshpar.checkpoints.storage.files import crc32
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core.errors import CheckpointError
 from meshpar.core.waiting import reads_of
@@ -83,7 +82,7 @@ class Restoring:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: SavingRanks,
         folder: Place,
         par: Checkpointable,
         optimizer: Optimizers | None,
@@ -94,23 +93,40 @@ class Restoring:
 
     def open(self, verify: Verify) -> None:
         """Verify the step; collective. Raises CheckpointError on every rank if it is damaged."""
-        seals = self._ranks.everyone("opening the checkpoint", lambda: self._open(verify))
-        if len(set(seals)) > 1:
-            other = next(rank for rank, seal in enumerate(seals) if seal != seals[0])
+
+        def verified() -> int:
+            self._manifest = read_manifest(self._folder)
+            files = sorted(self._manifest.files)[self._ranks.rank :: self._ranks.size]
+            self._source = open_verified(self._folder, self._manifest, verify, files)
+            return crc32(self._manifest.to_json().encode())
+
+        seals = self._ranks.everyone("opening the checkpoint", verified)
+        for other in (rank for rank, seal in enumerate(seals) if seal != seals[0]):
             raise CheckpointError(
                 f"{self._folder} is not the same step on rank 0 and on rank {other}; use a file system that all ranks "
                 "share, and restore when no other job replaces the step"
             )
 
     def compare(self, *, cast: bool, partial: bool) -> None:
-        """Raise CheckpointError on every rank, before any tensor changes, that lists all differences; collective."""
-        self._skipped = self._compare(cast, partial)
+        """Raise one error that lists the differences on all ranks that ``partial`` does not accept; collective."""
+        by_rank = self._ranks.everyone("comparing", lambda: self._differences(cast))
+        wrong = list(dict.fromkeys(line for rank in by_rank for line in rank.wrong))
+        lenient = list(dict.fromkeys(line for rank in by_rank for line in rank.missing))
+        table = self._manifest.optimizer
+        if self._optimizer is not None and table is None:
+            lenient.append("missing: the optimizer's state; this step was saved without an optimizer")
+        elif self._optimizer is not None and table is not None:
+            lenient += _group_differences([entry for rank in by_rank for entry in rank.groups.items()], table)
+        unexpected = set.intersection(*(rank.unexpected for rank in by_rank))
+        lenient += [f"unexpected: {name}" for name in sorted(unexpected)]
+        if wrong or (lenient and not partial):
+            remedy = [] if wrong else ["CheckpointManager.restore(..., partial=True) restores what fits"]
+            lines = [f"{self._folder} does not fit this job; nothing was changed:", *wrong, *lenient, *remedy]
+            raise CheckpointError("\n  ".join(lines))
+        self._skipped = lenient
 
     def read(self, *, random: bool, passed_over: tuple[str, ...] = ()) -> RestoredState:
-        """Restore; collective. Raises CheckpointError on every rank if a tensor's bytes are damaged; the state is
-        partly restored then.
-        """
-        # Replicas that share optimizer state restore one step. This one alone may have found that step damaged.
+        """Restore; collective. If a tensor's bytes are damaged, every rank raises, and the state is partly restored."""
         self._ranks.everyone("reading (the state is partly restored)", self._read)
         manifest, par = self._manifest, self._par
         same = (
@@ -130,63 +146,40 @@ class Restoring:
             passed_over=passed_over,
         )
 
-    def _open(self, verify: Verify) -> int:
-        self._manifest = read_manifest(self._folder)
-        self._source = open_verified(
-            self._folder, self._manifest, verify, sorted(self._manifest.files)[self._ranks.rank :: self._ranks.size]
-        )
-        return crc32(self._manifest.to_json().encode())
-
-    def _compare(self, cast: bool, partial: bool) -> list[str]:
-        """Raise one error that lists the differences on all ranks, or return those that ``partial`` accepts."""
-        by_rank = self._ranks.everyone("comparing", lambda: self._differences(cast))
-        wrong = list(dict.fromkeys(line for rank in by_rank for line in rank.wrong))
-        lenient = list(dict.fromkeys(line for rank in by_rank for line in rank.missing))
-        table = self._manifest.optimizer
-        if self._optimizer is not None and table is None:
-            lenient.append("missing: the optimizer's state; this step was saved without an optimizer")
-        elif self._optimizer is not None and table is not None:
-            lenient += _group_differences([entry for rank in by_rank for entry in rank.groups.items()], table)
-        unexpected = set.intersection(*(rank.unexpected for rank in by_rank))
-        lenient += [f"unexpected: {name}" for name in sorted(unexpected)]
-        if wrong or (lenient and not partial):
-            remedy = [] if wrong else ["CheckpointManager.restore(..., partial=True) restores what fits"]
-            lines = [f"{self._folder} does not fit this job; nothing was changed:", *wrong, *lenient, *remedy]
-            raise CheckpointError("\n  ".join(lines))
-        return lenient
-
     def _differences(self, cast: bool) -> _Differences:
         self._model = model_state(self._par.module)
-        self._renamed = self._renamings()
+        saved_as = {name: group[0] for group in self._manifest.tied for name in group}
+        self._renamed: dict[str, str] = {}  # our names of tied tensors that were saved under another of their names
+        for name, aliases in self._model.names.items():
+            candidates = [*aliases, *(saved_as[alias] for alias in aliases if alias in saved_as)]
+            saved = next((candidate for candidate in candidates if MODEL + candidate in self._manifest.tensors), name)
+            if saved != name:
+                self._renamed[name] = saved
         wanted = {MODEL + self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
         self._averaged = averaged_tensors(self._averages, self._saved_name)
         wanted |= self._averaged
         check_have_memory(wanted, "restore")
-        stored = self._source.tensors
-        missing, wrong = _tensor_differences(wanted, stored, cast=cast)
-        same = {
-            name: tensor
-            for name, tensor in wanted.items()
-            if name in stored and stored[name].shape == tuple(tensor.shape)
-        }
-        self._source.locate({name: held_by_this_rank(tensor) for name, tensor in same.items()})
+        missing, wrong, located = list[str](), list[str](), dict[str, tuple[slice, ...]]()
+        for name, tensor in wanted.items():
+            shape, stored = tuple(tensor.shape), self._source.tensors.get(name)
+            if stored is None:
+                missing.append(f"missing: {name}, {shape}")
+            elif stored.shape != shape:
+                wrong.append(f"wrong shape: {name} is {shape} here and {stored.shape} in the checkpoint")
+            else:
+                located[name] = held_by_this_rank(tensor)
+                if stored.dtype != tensor.dtype and not cast:
+                    wrong.append(
+                        f"wrong dtype: {name} is {tensor.dtype} here and {stored.dtype} in the checkpoint; cast=True "
+                        "converts it"
+                    )
+        self._source.locate(located)
         return _Differences(
             wrong=wrong,
             missing=missing,
             unexpected={name for name in self._manifest.tensors if name.startswith(MODEL) and name not in wanted},
             groups=_group_names(self._optimizer, self._model, self._renamed) if self._optimizer is not None else {},
         )
-
-    def _renamings(self) -> dict[str, str]:
-        """Return our name -> the checkpoint's, for tied tensors that were saved under another of their names."""
-        saved_as = {name: group[0] for group in self._manifest.tied for name in group}
-        renamed = {}
-        for name, aliases in self._model.names.items():
-            candidates = [*aliases, *(saved_as[alias] for alias in aliases if alias in saved_as)]
-            saved = next((candidate for candidate in candidates if MODEL + candidate in self._manifest.tensors), name)
-            if saved != name:
-                renamed[name] = saved
-        return renamed
 
     def _saved_name(self, name: str) -> str:
         first = self._model.first(name)
@@ -226,35 +219,14 @@ class Restoring:
         return "restored"
 
 
-def check_same_arguments(ranks: Ranks, asked: Mapping[str, Any]) -> None:
+def check_same_arguments(ranks: SavingRanks, asked: Mapping[str, Any]) -> None:
     """Raise CheckpointError on every rank if ranks called restore() with different arguments; collective."""
     asked_by_rank = ranks.everyone("finding the step", lambda: asked)
-    first = asked_by_rank[0]
     for rank, other in enumerate(asked_by_rank):
-        if differing := [name for name, value in other.items() if value != first[name]]:
-            values = ", ".join(
-                f"{name}={first[name]!r} on rank 0 and {other[name]!r} on rank {rank}" for name in differing
-            )
+        pairs = [(name, value, other[name]) for name, value in asked_by_rank[0].items() if value != other[name]]
+        if pairs:
+            values = ", ".join(f"{name}={first!r} on rank 0 and {here!r} on rank {rank}" for name, first, here in pairs)
             raise CheckpointError(f"restore() got {values}; pass the same arguments on every rank")
-
-
-def _tensor_differences(
-    wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, cast: bool
-) -> tuple[list[str], list[str]]:
-    """Return lines of text for the wanted tensors that are missing, and for those of another shape or dtype."""
-    missing: list[str] = []
-    wrong: list[str] = []
-    for name, tensor in wanted.items():
-        have = stored.get(name)
-        if have is None:
-            missing.append(f"missing: {name}, {tuple(tensor.shape)}")
-        elif have.shape != tuple(tensor.shape):
-            wrong.append(f"wrong shape: {name} is {tuple(tensor.shape)} here and {have.shape} in the checkpoint")
-        elif have.dtype != tensor.dtype and not cast:
-            wrong.append(
-                f"wrong dtype: {name} is {tensor.dtype} here and {have.dtype} in the checkpoint; cast=True converts it"
-            )
-    return missing, wrong
 
 
 def _group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str]) -> dict[OptimizerGroup, set[str]]:
@@ -270,11 +242,9 @@ def _group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str
 
 
 def _group_differences(ours: Iterable[tuple[OptimizerGroup, Collection[str]]], table: Mapping[str, Any]) -> list[str]:
-    """Compare the names in each group of each rank with the checkpoint's ``table``; return a line for each difference.
-
-    Options and classes are compared by parameter, not by group: the number of groups may depend on the mesh, because
-    the fused kernels do not accept plain tensors together with DTensors, and stages may order groups differently.
-    """
+    """Compare the names in each group of each rank with the checkpoint's; return a line for each difference."""
+    # By parameter, not by group: groups may depend on the mesh, because fused kernels do not accept plain tensors
+    # together with DTensors, and stages may order groups differently.
     options, classes = options_by_parameter(table), class_by_parameter(table)
     ours = list(ours)
     here = {name: kind for (_, kind, _), group in ours for name in group}

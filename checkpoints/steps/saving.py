@@ -13,12 +13,18 @@ from torch import Tensor, nn
 
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, step_name, step_of
 from meshpar.checkpoints.format.verify import verify_files
-from meshpar.checkpoints.format.writing import Checksum, WrittenFile, write_parts
+from meshpar.checkpoints.format.writing import (
+    Checksum,
+    Layout,
+    WriteReport,
+    WrittenFile,
+    layout_of,
+    report_of,
+    write_parts,
+)
 from meshpar.checkpoints.steps.background import PartSamples, Stager, own_stream, ready_event
-from meshpar.checkpoints.steps.commit import remove
 from meshpar.checkpoints.steps.planning import Agreed, Described, Planning, alike, parts_of
-from meshpar.checkpoints.steps.ranks import Ranks
-from meshpar.checkpoints.steps.recording import Layout, Report, layout_of, report_of
+from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.checkpoints.steps.state import (
     Checkpointable,
     Optimizers,
@@ -31,10 +37,10 @@ from meshpar.checkpoints.steps.state import (
     plain,
     random_state,
 )
+from meshpar.checkpoints.steps.steps import remove
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import failing_as
-from meshpar.checkpoints.storage.place import Place
-from meshpar.checkpoints.storage.transfer import upload
+from meshpar.checkpoints.storage.place import Place, upload
 from meshpar.core.errors import CheckpointError
 from meshpar.process.leftovers import leftover, on_the_way
 from meshpar.state.averaging import Averaged
@@ -67,12 +73,15 @@ class WriteSettings:
 
 @final
 class Saving:
-    """One save into a temporary ``folder``: call :meth:`plan`, then :meth:`stage` for a save in the background, then
-    :meth:`finish`. ``planning``: the plan of the last save.
-    """
+    """One save into a temporary folder: call :meth:`plan`, in the background :meth:`stage`, then :meth:`finish`."""
 
     def __init__(
-        self, ranks: Ranks, folder: Place, noted: Noted, planning: Planning, settings: WriteSettings = WriteSettings()
+        self,
+        ranks: SavingRanks,
+        folder: Place,
+        noted: Noted,
+        planning: Planning,
+        settings: WriteSettings = WriteSettings(),
     ) -> None:
         self._ranks, self._folder, self._noted, self._planning = ranks, folder, noted, planning
         self._settings, staging = settings, settings.staging
@@ -82,14 +91,10 @@ class Saving:
         self._stage_error: Exception | None = None
 
     def plan(self, par: Checkpointable, optimizer: Optimizers | None, *, later: bool = False) -> None:
-        """Agree on the parts that each rank writes; collective. ``later``: copy buffers, which a forward may change,
-        now; other tensors must not change until :meth:`stage` has ended.
-        """
-        step = self._noted.step
-
+        """Agree on the parts that each rank writes; collective. ``later``: copy buffers now, which forwards change."""
         describe = functools.partial(self._describe, par, optimizer, later)
         settle = functools.partial(self._settle, par)
-        share = self._planning.agree(self._ranks, f"planning step {step}", describe, settle)
+        share = self._planning.agree(self._ranks, f"planning step {self._noted.step}", describe, settle)
         self._parts = parts_of(share, self._tensors)
         wholes = [self._tensors[part.name] for part in self._parts]
         self._samples = PartSamples(self._parts, wholes) if later else None
@@ -97,9 +102,7 @@ class Saving:
         self._tensors = {}
 
     def stage(self, stager: Stager) -> None:
-        """Copy the parts that this rank writes. On return the module and the optimizer may change. :meth:`finish`
-        raises an error.
-        """
+        """Copy the parts that this rank writes, which may change on return; :meth:`finish` raises an error."""
         try:
             if changed := self._copy_to(stager):
                 raise CheckpointError(
@@ -128,7 +131,6 @@ class Saving:
         return self._samples.written(before, after, self._parts)
 
     def _stage_on_disk(self, folder: DiskPath) -> None:
-        """Write the files to this machine's disk, without what a dead process left there."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         for path in folder.parent.iterdir():
             dead = leftover(path)
@@ -139,23 +141,24 @@ class Saving:
             self._staged = self._write_to(folder)
 
     def finish(self, commit: Callable[[Manifest], Place]) -> Place:
-        """Write, check and commit; return the step's folder. Collective. Raises CheckpointError on every rank if any
-        rank fails.
-        """
-        step, layout, reports = self._noted.step, list[Layout](), list[Report]()
+        """Write, check and commit; return the step's folder. Collective: all ranks fail if any does."""
+        step, layout, reports = self._noted.step, list[Layout](), list[WriteReport]()
         committing = f"committing step {step}"
 
-        def write() -> Report:
+        def write() -> WriteReport:
             files = self._write()
             layout.append(layout_of(files))
             return report_of(files, layout[0])
 
-        def record(reports_of_ranks: Sequence[Report]) -> Place | None:
-            reports.extend(reports_of_ranks)
-            return self._commit(commit, reports, []) if self._planning.recorded(reports) else None
-
         def commit_with(layouts: Sequence[Layout]) -> Place:
-            return self._commit(commit, reports, layouts)
+            with failing_as(f"writing to {self._folder.parent}"):
+                manifest = self._planning.ledger_of(layouts).write(self._folder, reports, self._entries)
+                verify_files(self._folder, manifest, "size")
+                return commit(manifest)
+
+        def record(reports_of_ranks: Sequence[WriteReport]) -> Place | None:
+            reports.extend(reports_of_ranks)
+            return commit_with([]) if self._planning.recorded(reports) else None
 
         try:
             committed = self._ranks.agree(f"writing step {step}", write, record, deciding=committing)
@@ -230,13 +233,10 @@ class Saving:
         with failing_as(f"writing to {self._folder.parent}"):
             if self._staging is None or self._staged is None:
                 return self._write_to(self._folder)
-            staging, into, settings = self._staging, self._folder, self._settings
-
-            def send(file: WrittenFile) -> None:
-                upload(staging / file.name, into / file.name, settings.on_write)
-
-            with ThreadPoolExecutor(settings.threads, thread_name_prefix="meshpar-upload") as pool:
-                list(pool.map(send, self._staged))
+            sources = [self._staging / file.name for file in self._staged]
+            targets = [self._folder / file.name for file in self._staged]
+            with ThreadPoolExecutor(self._settings.threads, thread_name_prefix="meshpar-upload") as pool:
+                list(pool.map(functools.partial(upload, on_write=self._settings.on_write), sources, targets))
             return self._staged
 
     def _write_to(self, folder: Place) -> list[WrittenFile]:
@@ -246,12 +246,3 @@ class Saving:
         return write_parts(
             folder, self._ranks.rank, self._parts, threads=how.threads, checksum=how.checksum, on_write=how.on_write
         )
-
-    def _commit(
-        self, commit: Callable[[Manifest], Place], reports: Sequence[Report], layouts: Sequence[Layout]
-    ) -> Place:
-        planning = self._planning
-        with failing_as(f"writing to {self._folder.parent}"):
-            manifest = planning.ledger_of(layouts).write(self._folder, reports, self._entries)
-            verify_files(self._folder, manifest, "size")
-            return commit(manifest)

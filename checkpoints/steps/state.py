@@ -1,8 +1,5 @@
-"""The content of a checkpoint: tensors under flat names, and plain data.
-
-``model.<name>`` for parameters and persistent buffers, ``optimizer.<parameter>.<key>`` for the optimizer's tensors,
-``random.rank-<n>.<generator>`` for random state. Tied tensors are saved once. This module does not use torch's
-``get_optimizer_state_dict``, which runs a fake step and requires state of parameters that never had any.
+"""The content of a checkpoint, plain data and tensors: ``model.<name>``, ``optimizer.<parameter>.<key>``,
+``random.rank-<n>.<generator>``. Torch's ``get_optimizer_state_dict`` runs a fake step, and requires state of all.
 """
 
 from __future__ import annotations
@@ -54,7 +51,6 @@ class Checkpointable(Protocol):
 
 
 def mesh_axes(mesh: DeviceMesh) -> dict[str, int]:
-    """Return axis name -> size."""
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape))
 
 
@@ -79,9 +75,7 @@ class ModelState:
 
 
 def model_state(module: nn.Module, owners: Collection[str] = ()) -> ModelState:
-    """Collect parameters and persistent buffers; a tied one under its name in ``owners``, or its first name. Raises
-    CheckpointError for state that is not a tensor, or a tensor that is not a dense array.
-    """
+    """Collect parameters and persistent buffers; a tied one by its name in ``owners``, or its first."""
     state = module.state_dict(keep_vars=True)
     if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(
@@ -117,8 +111,12 @@ def optimizers_of(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
     if isinstance(given, torch.optim.Optimizer):
         return {"": given}
     named = dict(given) if isinstance(given, Mapping) else {}
-    types = [(isinstance(name, str), isinstance(value, torch.optim.Optimizer)) for name, value in named.items()]
-    if not named or not all(map(all, types)):
+    odd = [
+        name
+        for name, value in named.items()
+        if not (isinstance(name, str) and isinstance(value, torch.optim.Optimizer))
+    ]
+    if odd or not named:
         raise CheckpointError(
             f"optimizer is a {type(given).__name__}; expected a torch.optim.Optimizer, or several by name: "
             '{"muon": muon, "adamw": adamw}'
@@ -127,9 +125,7 @@ def optimizers_of(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
 
 
 def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
-    """Collect the state of the optimizers by parameter name; raises CheckpointError for parameters, state or options
-    that a checkpoint cannot hold.
-    """
+    """Collect the state of the optimizers by parameter name; raises CheckpointError for what is no plain data."""
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     optimizers, tensors = optimizers_of(given), {}
     for optimizer in optimizers.values():
@@ -141,7 +137,11 @@ def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 _check_plain({f"the optimizer's {key!r} of {name}": value})
-                _check_whole(name, key, value, parameter)
+                if value.numel() > 1 and not isinstance(value, DTensor) and (axes := sharded_axes(parameter)):
+                    raise CheckpointError(
+                        f"the optimizer keeps {key!r} of {name} as a plain tensor of shape {tuple(value.shape)}, "
+                        f"although the parameter is sharded over {axes}, so no rank has all of it; expected a DTensor"
+                    )
                 tensors[optimizer_key(name, key)] = value
                 entry[key] = "tensor"
             else:
@@ -156,9 +156,8 @@ def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
         for group in optimizer.param_groups
     ]
     classes = {called: type(optimizer).__name__ for called, optimizer in optimizers.items()}
-    return OptimizerState(
-        tensors, {"class": classes.get("", classes), "groups": groups, "state": {k: v for k, v in state.items() if v}}
-    )
+    state = {name: entry for name, entry in state.items() if entry}
+    return OptimizerState(tensors, {"class": classes.get("", classes), "groups": groups, "state": state})
 
 
 def optimizer_key(parameter: str, key: str) -> str:
@@ -167,9 +166,7 @@ def optimizer_key(parameter: str, key: str) -> str:
 
 
 def averaged_tensors(averages: Mapping[str, Averaged], name_of: Callable[[str], str]) -> dict[str, Tensor]:
-    """Return the tensors of averages by their checkpoint names; ``name_of`` returns that of a parameter. Raises
-    CheckpointError for the name of an average that means something else.
-    """
+    """Return the tensors of averages by their checkpoint names; ``name_of`` returns that of a parameter."""
     if odd := [called for called in averages if not called or "." in called or called in ("trained", "averaged")]:
         raise CheckpointError(
             f"an average is called {odd[0]!r}; expected a name without dots, and neither trained nor averaged, such "
@@ -185,9 +182,7 @@ def averaged_tensors(averages: Mapping[str, Averaged], name_of: Callable[[str], 
 def parameters_of(
     optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]
 ) -> list[tuple[torch.optim.Optimizer, Tensor]]:
-    """Return each parameter with its optimizer; raises CheckpointError if a parameter is not in the module (``names``:
-    id -> name), or has two optimizers.
-    """
+    """Return each parameter with its optimizer; raises CheckpointError if one is not in ``names``, or has two."""
     parameters = [
         (optimizer, parameter)
         for optimizer in optimizers.values()
@@ -226,24 +221,12 @@ def _no_array(tensor: Tensor) -> str | None:
     return f"quantized, {str(tensor.dtype).removeprefix('torch.')}" if tensor.is_quantized else None
 
 
-def _check_whole(name: str, key: str, value: Tensor, parameter: Tensor) -> None:
-    if value.numel() > 1 and not isinstance(value, DTensor) and sharded_axes(parameter):
-        raise CheckpointError(
-            f"the optimizer keeps {key!r} of {name} as a plain tensor of shape {tuple(value.shape)}, although the "
-            f"parameter is sharded over {sharded_axes(parameter)}, so no rank has all of it; expected a DTensor"
-        )
-
-
 def _option(key: str, value: object) -> Any:  # noqa: ANN401 - plain data
-    if isinstance(value, Tensor):
-        return plain(value.item(), f"the optimizer's option {key!r}")
-    return plain(value, f"the optimizer's option {key!r}")
+    return plain(value.item() if isinstance(value, Tensor) else value, f"the optimizer's option {key!r}")
 
 
 def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
-    """Return ``value`` as a manifest returns it (tuples become lists); raises CheckpointError if a manifest cannot
-    store it.
-    """
+    """Return ``value`` as a manifest returns it (tuples become lists); raises CheckpointError if it cannot store it."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -267,23 +250,24 @@ def restore_optimizer(
     renamed: Mapping[str, str],
     stored: Mapping[str, Stored],
 ) -> list[tuple[str, Tensor]]:
-    """Set the options of optimizers from a checkpoint's ``table``, allocate their state, and return names in the
-    checkpoint with the tensor to read each into.
+    """Set the options of optimizers from a checkpoint's table, and return its names with the tensor to read each into.
 
-    Parameters without state in the checkpoint, or with the state of an optimizer of another class, have none
-    afterwards. ``renamed``: our name of each parameter -> the checkpoint's.
+    Parameters without state in the checkpoint, or with state of another class of optimizer, have none afterwards.
     """
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     wanted: list[tuple[str, Tensor]] = []
     options, classes = options_by_parameter(table), class_by_parameter(table)
     for optimizer, group in ((owner, group) for owner in optimizers_of(given).values() for group in owner.param_groups):
-        saved_names = {
-            id(parameter): renamed.get(names[id(parameter)], names[id(parameter)]) for parameter in group["params"]
-        }
-        same_class = [name for name in saved_names.values() if classes.get(name) == type(optimizer).__name__]
-        _set_options(group, options[same_class[0]] if same_class else {})
-        for parameter in group["params"]:
-            saved = saved_names[id(parameter)]
+        ours = [names[id(parameter)] for parameter in group["params"]]
+        saved_names = [renamed.get(name, name) for name in ours]
+        same_class = [name for name in saved_names if classes.get(name) == type(optimizer).__name__]
+        for key, value in options[same_class[0]].items() if same_class else ():
+            now = group.get(key)
+            if isinstance(now, Tensor):
+                now.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(now, tuple) else value
+        for parameter, saved in zip(group["params"], saved_names):
             old = dict(optimizer.state.pop(parameter, {}))
             new: dict[str, Any] = {}
             for key, kind in table["state"].get(saved, {}).items() if saved in same_class else ():
@@ -298,22 +282,12 @@ def restore_optimizer(
     return wanted
 
 
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        now = group.get(key)
-        if isinstance(now, Tensor):
-            now.fill_(value)
-        else:
-            group[key] = tuple(value) if isinstance(now, tuple) else value
-
-
 def _room(
     stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, group: Mapping[str, Any], now: object
 ) -> Tensor:
-    """Return a tensor for one entry of the optimizer's state: the present one if it fits, or a new one like the
-    parameter. An entry in the dtype that the parameter had when it was saved (``trained``) is cast with the parameter.
-    """
-    # a count is a scalar whatever the parameter is
+    """Return a tensor for one entry of the optimizer's state: the present one if it fits, or one like the parameter."""
+    # An entry in the dtype that the parameter had when it was saved (``trained``) is cast with the parameter. A count
+    # is a scalar whatever the parameter is.
     like = stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step")
     # Adafactor's have other shapes
     dtype = parameter.dtype if (like or stored.shape != ()) and stored.dtype == trained else stored.dtype
@@ -379,10 +353,7 @@ def class_by_parameter(table: Mapping[str, Any]) -> dict[str, str]:
 
 
 def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the optimizer tables of ranks that may have different parameters, as pipeline stages do.
-
-    Groups of one optimizer with equal options become one: a stage may have them in another order, or have fewer.
-    """
+    """Merge the optimizer tables of ranks that may have other parameters, as stages do; equal groups become one."""
     groups: dict[tuple[str | None, str, int], dict[str, Any]] = {}
     for table in tables:
         seen: Counter[tuple[str | None, str]] = Counter()

@@ -1,9 +1,4 @@
-"""Files and folders of a disk, with the verbs of :class:`meshpar.checkpoints.storage.place.Place`.
-
-A new file is written so that the kernel has less to do: its blocks are reserved first, and the disk takes bytes while
-later ones are written. Measured on Linux 6.18 and ext4: without a reservation, finding room on the disk page by page is
-a sixth of the CPU time of a written file.
-"""
+"""Files and folders of a disk, with the verbs of :class:`meshpar.checkpoints.storage.place.Place`."""
 
 from __future__ import annotations
 
@@ -36,7 +31,10 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 @final
 class WrittenBehind:
-    """Write a new file from front to back, whose ``expected_bytes`` are reserved on the disk until :meth:`finish`."""
+    """Write a new file from front to back; the disk takes bytes while later ones are written.
+
+    ``expected_bytes`` are reserved until :meth:`finish`: finding room page by page is a sixth of the CPU time (ext4).
+    """
 
     def __init__(self, descriptor: int, expected_bytes: int = 0) -> None:
         self._descriptor, self._written, self._begun = descriptor, 0, 0
@@ -44,16 +42,16 @@ class WrittenBehind:
             reserve(descriptor, expected_bytes)
 
     def write(self, data: Any) -> None:  # noqa: ANN401 - bytes, or memory
-        """Write the next bytes."""
         write_all(self._descriptor, memoryview(data))
         self._written += len(data)
         if self._written - self._begun >= _BEHIND_BYTES:
             end = self._written // PAGE_BYTES * PAGE_BYTES  # the last page will be written to again
-            begin_write_back(self._descriptor, self._begun, end - self._begun)
+            if (begin := _of_linux("sync_file_range")) is not None:  # a hint: errors of the disk are raised by fsync
+                count = ctypes.c_int64(end - self._begun)
+                begin(self._descriptor, ctypes.c_int64(self._begun), count, _SYNC_FILE_RANGE_WRITE)
             self._begun = end
 
     def finish(self) -> None:
-        """Bring the file to the disk."""
         if os.fstat(self._descriptor).st_size > (end := os.lseek(self._descriptor, 0, os.SEEK_CUR)):
             os.ftruncate(self._descriptor, end)
         os.fsync(self._descriptor)
@@ -68,12 +66,6 @@ def reserve(descriptor: int, count: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def begin_write_back(descriptor: int, start: int, count: int) -> None:
-    """Ask the kernel to begin to write pages of a file to the disk. A hint: errors of the disk are raised by fsync."""
-    if (begin := _of_linux("sync_file_range")) is not None:
-        begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
-
-
 @lru_cache(maxsize=2)
 def _of_linux(name: str) -> Any:  # noqa: ANN401 - a function of the C library
     return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform == "linux" else None
@@ -81,9 +73,7 @@ def _of_linux(name: str) -> Any:  # noqa: ANN401 - a function of the C library
 
 @final
 class ReadFile(Readable):
-    """A regular file open for ranged reads; ``links``: follow a symbolic link. Raises CheckpointError if the file does
-    not exist, cannot be opened, or is something else than a file.
-    """
+    """A regular file open for ranged reads; raises CheckpointError if it is not there, or is something else."""
 
     least_run_bytes, most_waste_bytes = 1024, 8192  # a call costs as much as reading 8 KiB
 
@@ -93,15 +83,13 @@ class ReadFile(Readable):
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
             self._descriptor = os.open(path, flags)
         except OSError as error:
-            remedy = f"; {_COPY_FILES}" if error.errno == errno.ELOOP else ""
+            reason = f"it is a link; {_COPY_FILES}" if error.errno == errno.ELOOP else error.strerror
             if not path.parent.is_dir():
-                remedy = (
-                    "; its folder does not exist: retention or prune deletes steps that are not pinned (meshpar "
-                    "checkpoints pin)"
+                reason = (
+                    f"{error.strerror}; its folder does not exist: retention or prune deletes steps that are not "
+                    "pinned (meshpar checkpoints pin)"
                 )
-            raise CheckpointError(
-                f"cannot open {path}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}{remedy}"
-            ) from error
+            raise CheckpointError(f"cannot open {path}: {reason}") from error
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             self.close()
@@ -109,7 +97,6 @@ class ReadFile(Readable):
         self.size, self._written_ns = status.st_size, status.st_mtime_ns
 
     def fill(self, view: memoryview, position: int) -> None:
-        """Fill a piece of writable memory."""
         done = 0
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done : done + (1 << 30)]], position + done)
@@ -120,7 +107,6 @@ class ReadFile(Readable):
             done += count
 
     def mapped(self, position: int, count: int) -> memoryview | None:
-        """Return some bytes as they are in the page cache; a change to them stays in this memory."""
         if sys.platform != "linux" or count == 0:
             return None
         start = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -134,7 +120,6 @@ class ReadFile(Readable):
         return memoryview(pages)[position - start :]
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if the file was written since it was opened."""
         if os.fstat(self._descriptor).st_mtime_ns != self._written_ns:
             raise CheckpointError(
                 f"{self.path} was written while it was read; run this again when no other process writes it"
@@ -144,33 +129,28 @@ class ReadFile(Readable):
         """Do nothing: small reads cost little here."""
 
     def run(self, start: int, stop: int) -> ReadFile:
-        """Return a reader of the bytes ``start`` to ``stop``, which are read in order: the kernel reads ahead."""
+        """Return itself: the kernel reads ahead."""
         return self
 
     def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
-        """Run ``act``, which reads a piece, for each item."""
         for item in items:
             act(item)
 
     def forget(self, start: int, stop: int) -> None:
-        """Drop the cached pages of bytes ``start`` to ``stop``, and one page on either side.
-
-        Call this between reading single pages and reading all of a file: on Linux 6.18 reading took 1.15 times as long
-        when single pages in the cache kept the kernel from reading ahead in large folios.
-        """
+        """Drop the cached pages of bytes, and one page on either side."""
+        # single pages in the cache keep the kernel from reading ahead in large folios: 1.15 times as long
         if hasattr(os, "posix_fadvise"):
             first, end = start // PAGE_BYTES - 1, -(-stop // PAGE_BYTES) + 1
             start, count = max(0, first) * PAGE_BYTES, (end - first) * PAGE_BYTES
             os.posix_fadvise(self._descriptor, start, count, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file; reading it afterwards is an error."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
+        if hasattr(self, "_descriptor"):
             self.close()
 
 
@@ -181,25 +161,22 @@ class DiskPath(PosixPath):
     mounted: ClassVar[bool] = True
 
     def reader(self, *, links: bool = True) -> ReadFile:
-        """Open a file for reads of ranges; raises CheckpointError if there is none. ``links``: follow them."""
         return ReadFile(self, links=links)
 
     def size(self) -> int:
-        """Return the bytes of a regular file; raises OSError if there is none, CheckpointError for a link or device."""
         status = self.lstat()
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"expected a file, found a link or a device; {_COPY_FILES}")
         return status.st_size
 
     def read_small(self) -> bytes | None:
-        """Return all bytes of a small file that is no link; None: there is none. Raises OSError as reads do."""
         if not self.exists():
             return None
         file = ReadFile(self, links=False)
         return file.bytes(0, file.size)
 
     def read_version(self) -> tuple[bytes, bytes] | None:
-        """Return the bytes of a small file twice, because they are its version, too; None: there is none."""
+        """Return the bytes of a small file twice, because they are its version, too."""
         try:
             data = self.read_bytes()
         except FileNotFoundError:
@@ -207,31 +184,24 @@ class DiskPath(PosixPath):
         return data, data
 
     def untouched_s(self) -> float:
-        """Return the seconds since a file, or anything in a folder, last changed; 0 if it is changing now."""
         return untouched_s(self)
 
     def free_bytes(self) -> float:
-        """Return the free space of the disk."""
         return shutil.disk_usage(self).free
 
     @contextmanager
     def writing(self, expected_bytes: int = 0) -> Iterator[Callable[[Any], object]]:
-        """Yield a function that writes the next bytes of a new file, which is on the disk when the block ends."""
         with self.open("wb", buffering=0) as file:
             behind = WrittenBehind(file.fileno(), expected_bytes)
             yield behind.write
             behind.finish()
 
     def write_durably(self, data: bytes) -> None:
-        """Write a small file atomically, and flush it to the disk."""
         write_durably(self, data)
 
     def create(self, data: bytes, *, replaces: bytes | None = None) -> bool:
-        """Write a small file if there is none, or if it has the bytes ``replaces``; return whether this call wrote it.
-
-        A file is written in place: over NFS, who opens it sees what was written before it was closed, but may miss that
-        it was replaced. Of two that replace it in the same moment, both may do so, and the last one has it.
-        """
+        """Write a small file in place; of two that replace it in the same moment, the last one has it."""
+        # over NFS, who opens a file sees what was written before it was closed, but may miss that it was replaced
         if replaces is not None and self.read_version() != (replaces, replaces):
             return False
         try:
@@ -245,17 +215,14 @@ class DiskPath(PosixPath):
         return True
 
     def make(self) -> bool:
-        """Make a folder, and those above it; return whether there was none."""
         absent = not self.exists()
         self.mkdir(parents=True, exist_ok=True)
         return absent
 
     def flush(self) -> None:
-        """Flush a file or a folder to the disk."""
         fsync(self)
 
     def delete(self) -> None:
-        """Delete a file, or a folder with all that is in it."""
         if self.is_dir():
             shutil.rmtree(self)
         else:

@@ -1,8 +1,6 @@
-"""Paths, reads and writes in an object store, by obstore: S3, Google Cloud Storage, Azure Blob Storage and servers that
-speak S3.
+"""Paths, reads and writes in an object store, by obstore.
 
-No key is renamed or changed in place. Conditional requests (``If-None-Match``, ``If-Match``) decide between two
-writers.
+No key is renamed or changed in place: conditional requests (``If-None-Match``, ``If-Match``) decide between writers.
 """
 
 from __future__ import annotations
@@ -23,14 +21,12 @@ from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from typing import Any, ClassVar, TypeVar, final
 
-from meshpar.checkpoints.storage.checksums import combine_sums, crc32
-from meshpar.checkpoints.storage.files import OrderedBytes, Readable
+from meshpar.checkpoints.storage.files import OrderedBytes, Readable, combine_sums, crc32
 from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.process.imports import need
 
 T = TypeVar("T")
-Version = dict[str, str]
-"""ETag and version of an object, as far as the store has them: Google replaces by the version, others by the ETag."""
+Version = dict[str, str]  # ETag and version of an object: Google replaces by the version, others by the ETag
 SCHEMES = ("s3", "gs", "az")
 TRIES = 3  # of a request, besides those of obstore, which does not repeat what it cannot know to be harmless
 CLIENT = {
@@ -58,7 +54,7 @@ READERS = 4  # tensors that a restore reads at once, and runs of one tensor
 
 @dataclass(frozen=True, slots=True, order=True)
 class ObjectPath:
-    """A key of a store, or a folder of keys, with the members of ``pathlib.Path`` that checkpoints use."""
+    """A key of a store, or a folder of keys, with the verbs of :class:`meshpar.checkpoints.storage.place.Place`."""
 
     root: str  # scheme://bucket
     key: str  # without leading and trailing slashes
@@ -106,11 +102,11 @@ class ObjectPath:
 
     def is_dir(self) -> bool:
         """Return whether any key is below this one."""
-        if self.listed is not None:
-            return self.listed
-        return self._ask(
-            "listing", lambda store: bool(next(iter(_obstore().list(store, self._prefix, chunk_size=1)), None))
-        )
+
+        def any_key(store: Any) -> bool:  # noqa: ANN401 - one of obstore's classes
+            return bool(next(iter(_obstore().list(store, self._prefix, chunk_size=1)), None))
+
+        return self._ask("listing", any_key) if self.listed is None else self.listed
 
     def iterdir(self) -> Iterator[ObjectPath]:
         """Yield the keys and folders directly below. Asks for all keys: some servers list folders that have none."""
@@ -122,26 +118,22 @@ class ObjectPath:
         return [entry["path"][len(self._prefix or "") :] for entry in self._list()]
 
     def glob(self, pattern: str) -> Iterator[ObjectPath]:
-        """Yield what is directly below and matches; a pattern of several levels matches nothing."""
         return (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
 
     def size(self) -> int:
-        """Return the number of bytes; raises FileNotFoundError if there is no such key."""
         if (head := self._head()) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         return int(head["size"])
 
     def free_bytes(self) -> float:
-        """Return infinity: stores have no bound."""
         return math.inf
 
     def reader(self, *, links: bool = True) -> ReadObject:
-        """Open an object for reads of ranges; raises CheckpointError if there is none."""
         del links
         return ReadObject(self)
 
     def untouched_s(self) -> float:
-        """Return the seconds since the youngest key here was written, by the clock of the store; 0 without keys."""
+        """Return the seconds since the youngest key here was written, by the clock of the store."""
         youngest, clock = max((entry["last_modified"] for entry in self._list()), default=None), self.with_name(".now")
         clock.write_durably(b"")
         now = clock._head()
@@ -149,9 +141,7 @@ class ObjectPath:
         return 0.0 if youngest is None or now is None else (now["last_modified"] - youngest).total_seconds()
 
     def below(self) -> dict[str, tuple[str | None, int, float]]:
-        """Return ETag, size and time of this key (by an empty name), and of every key below it, by the rest of its
-        name.
-        """
+        """Return ETag, size and time of every key below this one, by the rest of its name; of this one by ``""``."""
         start, head = len(self._prefix or ""), self._head()
         return {
             entry["path"][start:]: (entry["e_tag"], entry["size"], entry["last_modified"].timestamp())
@@ -159,9 +149,7 @@ class ObjectPath:
         }
 
     def read_version(self) -> tuple[bytes, Version] | None:
-        """Return the bytes and the version of a small object; None: there is no such key."""
-
-        def get(store: Any) -> tuple[bytes, Version]:  # noqa: ANN401 - one of obstore's classes
+        def get(store: Any) -> tuple[bytes, Version]:  # noqa: ANN401
             answer = _obstore().get(store, self.key)
             version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
             return bytes(answer.bytes()), version
@@ -172,7 +160,6 @@ class ObjectPath:
             return None
 
     def read_small(self) -> bytes | None:
-        """Return all bytes of a small object; None: there is no such key."""
         version = self.read_version()
         return None if version is None else version[0]
 
@@ -182,13 +169,10 @@ class ObjectPath:
         return data.decode(encoding)
 
     def write_durably(self, data: bytes) -> None:
-        """Write a small object, whole or not at all."""
         self._ask("writing", lambda store: _obstore().put(store, self.key, data, use_multipart=False))
 
     def create(self, data: bytes, *, replaces: Version | None = None) -> bool:
-        """Write a small object if the key is free, or has the version ``replaces``; return whether its bytes are there
-        now. The bytes must be this writer's alone: an attempt whose answer was lost is recognised by them.
-        """
+        """Write bytes that are this writer's alone: an attempt whose answer was lost is recognised by them."""
         mode = "create" if replaces is None else replaces
 
         def put(store: Any) -> bool:  # noqa: ANN401
@@ -201,8 +185,7 @@ class ObjectPath:
         return self._ask("writing", put)
 
     def make(self) -> bool:
-        """Return False: a store has no folders to make."""
-        return False
+        return False  # a store has no folders
 
     def rmdir(self) -> None:
         """Do nothing: a folder without keys is none."""
@@ -211,7 +194,6 @@ class ObjectPath:
         """Do nothing: what a store has taken is kept."""
 
     def delete(self) -> None:
-        """Delete a key, or every key below it."""
         if self.listed is not False:
             self.remove_all()
         if not self.listed:
@@ -228,13 +210,11 @@ class ObjectPath:
 
     @contextmanager
     def writing(self, expected_bytes: int = 0) -> Iterator[Callable[[Any], object]]:
-        """Yield a function that takes the bytes of an object in order; the object appears when the block ends without
-        an error. Up to 5 pieces of 8 MiB are in memory, and larger pieces from 72 GiB of ``expected_bytes`` on.
-        """
+        """Yield what takes an object's bytes; up to 5 pieces of 8 MiB, from 72 GiB on of more, are in memory."""
         piece = max(_UPLOAD_BYTES, -(-expected_bytes // _MOST_PARTS))
         with self._raising("writing"):
-            options = {"buffer_size": piece, "max_concurrency": _UPLOADS_AT_ONCE}
-            writer = _obstore().open_writer(self._store(), self.key, **options)
+            at_once = {"buffer_size": piece, "max_concurrency": _UPLOADS_AT_ONCE}
+            writer = _obstore().open_writer(self._store(), self.key, **at_once)
 
         def write(data: Any) -> None:  # noqa: ANN401 - a buffer
             with self._raising("writing"):
@@ -296,9 +276,7 @@ class ObjectPath:
 
 @final
 class ReadObject(Readable):
-    """An object open for reads of ranges. Raises CheckpointError: there is no such key, or the store does not give it;
-    of reads: the object is no longer the one that was opened.
-    """
+    """An object open for reads of ranges, which raise CheckpointError once it is no longer the one that was opened."""
 
     least_run_bytes, most_waste_bytes = 64 << 10, 64 << 10  # a request costs as much as reading this
 
@@ -312,14 +290,12 @@ class ReadObject(Readable):
         self._kept: list[tuple[int, memoryview]] = []
 
     def fill(self, view: memoryview, position: int) -> None:
-        """Fill a piece of writable memory, by several requests at once."""
         if (piece := self.kept(position, position + len(view))) is not None:
             view[:] = piece
         else:
             self._into(view, position)
 
     def summed(self, view: memoryview, position: int, before: int = 0) -> int:
-        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes."""
         if (piece := self.kept(position, position + len(view))) is not None:
             view[:] = piece
             return crc32(piece, before)
@@ -330,9 +306,8 @@ class ReadObject(Readable):
     def expect(self, spans: Iterable[tuple[int, int]]) -> None:
         """Fetch small pieces (start, stop) that are read soon; pieces close to each other by one request."""
         wanted: list[tuple[int, int]] = []
-        for start, stop in sorted(
-            {span for span in spans if 0 <= span[0] < span[1] <= self.size and self.kept(*span) is None}
-        ):
+        absent = {span for span in spans if 0 <= span[0] < span[1] <= self.size and self.kept(*span) is None}
+        for start, stop in sorted(absent):
             begin, end = wanted[-1] if wanted else (0, -self.size)
             if start - end <= self.most_waste_bytes and stop - begin <= _PIECE_BYTES and wanted:
                 wanted[-1] = (begin, max(stop, end))
@@ -352,24 +327,20 @@ class ReadObject(Readable):
         """Do nothing: no page of this machine's is held."""
 
     def run(self, start: int, stop: int) -> ObjectRun:
-        """Return a reader of the bytes ``start`` to ``stop``, which are read in order."""
         return ObjectRun(self, stop)
 
     def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
-        """Run ``act``, which reads a piece, for each item, several at once."""
         with ThreadPoolExecutor(READERS, thread_name_prefix="meshpar-read") as pool:
             list(pool.map(act, items))
 
     def close(self) -> None:
-        """Let go of what was fetched."""
         self._kept = []
 
     def _into(self, view: memoryview, position: int, *, sums: bool = False) -> list[tuple[int, int]]:
         """Fill memory by requests of equal size; return CRC-32 (0 without ``sums``) and length of each in turn."""
         count = _PIECE_BYTES if len(view) <= _WINDOW_BYTES else _WINDOW_BYTES
-        return self._fetched(
-            [(view[start : start + count], position + start) for start in range(0, len(view), count)], sums=sums
-        )
+        pieces = [(view[start : start + count], position + start) for start in range(0, len(view), count)]
+        return self._fetched(pieces, sums=sums)
 
     def _fetched(self, pieces: list[tuple[memoryview, int]], *, sums: bool = False) -> list[tuple[int, int]]:
         """Fill pieces of memory, several at once; return CRC-32 (0 without ``sums``) and length of each."""
@@ -414,7 +385,6 @@ class ObjectRun(OrderedBytes):
         self._room, self._ahead, self._start = memoryview(b""), memoryview(b""), 0
 
     def fill(self, view: memoryview, position: int) -> None:
-        """Fill a piece of writable memory."""
         done, end = 0, position + len(view)
         while done < len(view):
             at = position + done
@@ -434,7 +404,6 @@ class ObjectRun(OrderedBytes):
             done += len(piece)
 
     def summed(self, view: memoryview, position: int, before: int = 0) -> int:
-        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes."""
         whole = len(view) >= min(_WINDOW_BYTES, self._stop - position)
         return self._file.summed(view, position, before) if whole else super().summed(view, position, before)
 
@@ -464,7 +433,7 @@ def _deleted(store: Any, keys: list[str]) -> None:  # noqa: ANN401
 
 
 def _short_text(error: Exception) -> str:
-    """Return what an error says, in short: the server's status and code if it answered."""
+    """Return an error's first line, or the server's status and code if it answered."""
     text = str(error).strip() or type(error).__name__
     status, code = re.search(r"status code: (\d+ [A-Z][A-Za-z ]*)", text), re.search(r"<Code>(\w+)</Code>", text)
     if status is None:

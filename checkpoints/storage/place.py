@@ -1,39 +1,40 @@
-"""Places of checkpoints: a path of a disk, or a key of an object store.
+"""Places of checkpoints, a path of a disk or a key of an object store, and copies between them.
 
-Two classes have the verbs of :class:`Place`: :class:`DiskPath` and :class:`ObjectPath`. Where the two must differ, work
-is divided by :func:`either`, or asks :attr:`Place.mounted`; only this file asks for the class. Another kind of storage
-is a subclass of one of the two with verbs of its own, and a branch of :func:`place`; :func:`either` also decides how a
-step is committed (``steps/steps.py``) and an export is made (``export/target.py``).
+Only this file asks for the class; work without a common verb is divided by :func:`either` or :attr:`Place.mounted`.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import hashlib
+import operator
+import os
 import re
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 from urllib.parse import unquote
 
 from meshpar.checkpoints.storage.disk import DiskPath
-from meshpar.checkpoints.storage.files import Readable
+from meshpar.checkpoints.storage.files import Readable, read_blocks
 from meshpar.checkpoints.storage.objects import SCHEMES, ObjectPath
 from meshpar.core.errors import CheckpointError
+from meshpar.process.build_once import build_once
 from meshpar.process.secrets import REMEDY, redact
 
 T = TypeVar("T")
+_BLOCK_BYTES = 4 << 20
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]*)/*(.*?)/*", re.DOTALL)
 
 
 class Place(Protocol):
-    """A file or a folder, wherever it is: the names of ``pathlib.Path`` mean the same, and the verbs are those that
-    checkpoints need.
-    """
+    """A file or a folder, wherever it is, with the names of ``pathlib.Path`` and the verbs that checkpoints need."""
 
-    mounted: ClassVar[bool]
-    """True on a file system: folders are renamed, and files change in place. In a store a key is created, or replaced,
-    only whole and on a condition that decides between two writers.
-    """
+    mounted: ClassVar[bool]  # on a file system, where folders are renamed; in a store keys are created on a condition
 
     @property
     def name(self) -> str: ...
@@ -46,77 +47,47 @@ class Place(Protocol):
     def resolve(self) -> Self: ...
     def absolute(self) -> Self: ...
     def expanduser(self) -> Self: ...
-
     def exists(self) -> bool: ...
     def is_file(self) -> bool: ...
     def is_dir(self) -> bool: ...
     def is_symlink(self) -> bool: ...
     def iterdir(self) -> Iterator[Self]: ...
     def glob(self, pattern: str) -> Iterator[Self]: ...
-    def untouched_s(self) -> float:
-        """Return the seconds since a file, or anything in a folder, last changed."""
-        ...
-
-    def free_bytes(self) -> float:
-        """Return the free space."""
-        ...
-
-    def size(self) -> int:
-        """Return the size of a file in bytes; raises OSError if there is none."""
-        ...
-
-    def reader(self, *, links: bool = True) -> Readable:
-        """Open a file for reads of ranges; raises CheckpointError if there is none. ``links``: follow a symbolic
-        link.
-        """
-        ...
-
-    def read_small(self) -> bytes | None:
-        """Return all bytes of a small file; None: there is none."""
-        ...
-
-    def read_version(self) -> tuple[bytes, Any] | None:
-        """Return the bytes of a small file, and its version, for :meth:`create`; None: there is none."""
-        ...
-
     def read_text(self, encoding: str = "utf-8") -> str: ...
-    def writing(self, expected_bytes: int = 0) -> AbstractContextManager[Callable[[Any], object]]:
-        """Yield a function that writes the next bytes of a new file, which is stored when the block ends."""
-        ...
-
-    def write_durably(self, data: bytes) -> None:
-        """Write a small file, whole or not at all."""
-
-    def create(self, data: bytes, *, replaces: Any = None) -> bool:  # noqa: ANN401 - a version
-        """Write a small file if there is none, or if it has the version ``replaces``; return whether ``data`` is
-        there now.
-        """
-        ...
-
-    def make(self) -> bool:
-        """Make a folder, where there are folders; return whether there was none."""
-        ...
-
-    def flush(self) -> None:
-        """Keep a file, or the names in a folder, from a crash."""
-
     def unlink(self, missing_ok: bool = False) -> None: ...
     def rmdir(self) -> None: ...
-    def delete(self) -> None:
-        """Delete a file, or a folder with all that is in it."""
+    # seconds since a file, or anything in a folder, last changed; 0: it is changing now
+    def untouched_s(self) -> float: ...
+    # of the disk; infinity in a store
+    def free_bytes(self) -> float: ...
+    # of a file; raises OSError if there is none
+    def size(self) -> int: ...
+    # open a file for reads of ranges; raises CheckpointError if there is none, or without ``links`` for a link
+    def reader(self, *, links: bool = True) -> Readable: ...
+    # all bytes of a small file that is no link; None: there is none
+    def read_small(self) -> bytes | None: ...
+    # all bytes of a small file, and its version for ``create``; None: there is none
+    def read_version(self) -> tuple[bytes, Any] | None: ...
+    # yields a function that writes the next bytes of a new file, which is stored when the block ends without an error
+    def writing(self, expected_bytes: int = 0) -> AbstractContextManager[Callable[[Any], object]]: ...
+    # write a small file, whole or not at all
+    def write_durably(self, data: bytes) -> None: ...
+    # write a small file if there is none, or it has the version ``replaces``; return whether ``data`` is there now
+    def create(self, data: bytes, *, replaces: Any = None) -> bool: ...  # noqa: ANN401 - a version
+    # make a folder, and those above it; return whether there was none
+    def make(self) -> bool: ...
+    # keep a file, or the names in a folder, from a crash
+    def flush(self) -> None: ...
+    # delete a file, or a folder with all that is in it
+    def delete(self) -> None: ...
 
 
-PlaceLike = str | Path | Place
-"""What names a place: a path, or a URL."""
+PlaceLike = str | Path | Place  # a path, or a URL
 
 
 def place(path: PlaceLike) -> Place:
-    """Return the place that a path or a URL names. ``Path`` shortens ``s3://`` to ``s3:/``, which is a URL, too.
-
-    Raises:
-        CheckpointError: a URL of a scheme that is not supported, without a bucket, with credentials, or with a key that
-            stores change.
-    """
+    """Return the place that a path or a URL names; raises CheckpointError for a URL that is not supported."""
+    # Path shortens s3:// to s3:/, which is a URL, too
     if isinstance(path, DiskPath | ObjectPath):
         return path
     if (match := _URL.fullmatch(str(path))) is None:
@@ -145,11 +116,11 @@ def place(path: PlaceLike) -> Place:
 
 def either(path: PlaceLike, *, disk: Callable[[DiskPath], T], store: Callable[[ObjectPath], T]) -> T:
     """Return what ``disk`` makes of a path of a file system, or ``store`` of a key: for work without a common verb."""
-    where = place(path)
-    if isinstance(where, DiskPath):
-        return disk(where)
-    assert isinstance(where, ObjectPath)
-    return store(where)
+    path = place(path)
+    if isinstance(path, DiskPath):
+        return disk(path)
+    assert isinstance(path, ObjectPath)
+    return store(path)
 
 
 def on_disk(path: PlaceLike, *, why: str) -> DiskPath:
@@ -169,3 +140,61 @@ def contains(folder: Place, other: Place) -> bool:
 def entries(folder: Place, pattern: str = "*") -> list[Place]:
     """Return what is directly in a folder and matches, by name."""
     return sorted(folder.glob(pattern), key=lambda path: path.name)
+
+
+def copy_file(source: PlaceLike, target: PlaceLike) -> None:
+    """Copy a file; from and to a store block by block."""
+    source, target = place(source), place(target)
+    if source.mounted and target.mounted:
+        shutil.copyfile(str(source), str(target))
+        target.flush()
+        return
+    file = source.reader()
+    with target.writing(file.size) as write:
+        for block in read_blocks(file, 0, file.size, _BLOCK_BYTES):
+            write(block)
+    file.close()
+
+
+def carried(sources: Iterable[Path], folder: Place) -> None:
+    """Copy files and folders that exist into a folder of a store, unless that is where they are."""
+    for source in () if folder.mounted else sources:
+        for file in sorted(path for path in (source, *source.rglob("*")) if path.is_file()):
+            upload(file, functools.reduce(operator.truediv, file.relative_to(source.parent).parts, folder))
+
+
+def upload(source: Path, target: Place, on_write: Callable[[], object] = lambda: None) -> None:
+    """Copy a large file from the disk, block by block; ``on_write`` is called after each."""
+    with source.open("rb") as file, target.writing(source.stat().st_size) as write:
+        while block := file.read(_BLOCK_BYTES):
+            write(block)
+            on_write()
+
+
+def fetched(source: PlaceLike, cache: Path | None = None, beside: Sequence[str] = ()) -> DiskPath:
+    """Return a path on this machine's disk: itself, or a copy of a store's in ``cache`` (None: of this process)."""
+    return either(source, disk=lambda here: here, store=lambda key: _fetched(key, cache, beside))
+
+
+def _fetched(source: ObjectPath, cache: Path | None, beside: Sequence[str]) -> DiskPath:
+    versions = {source / key if key else source: facts for key, facts in source.below().items()}
+    if not versions:
+        raise CheckpointError(
+            f"there is no {source}{'; write a folder: a URL is no pattern' if set('*?[') & set(source.key) else ''}"
+        )
+    siblings = [source.with_name(source.name.removesuffix(source.suffix) + suffix) for suffix in beside]
+    versions |= {sibling: facts for sibling in siblings if (facts := sibling.below().get(""))}
+    if cache is None:
+        cache = Path(tempfile.mkdtemp(prefix="meshpar-"))
+        atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    content = f"{source} {sorted((str(path), facts) for path, facts in versions.items())}"
+    folder = cache / hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def copy(fresh: Path) -> None:
+        for path, (_, _, written) in versions.items():
+            target = fresh / str(path)[len(str(source.parent)) :].strip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy_file(path, target)
+            os.utime(target, (written, written))
+
+    return DiskPath(build_once(folder, copy) / source.name)

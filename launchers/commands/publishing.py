@@ -21,8 +21,7 @@ from meshpar.checkpoints.steps.importing import config_beside
 from meshpar.checkpoints.steps.lease import is_written
 from meshpar.checkpoints.steps.steps import PIN_FILE, Steps, checkpoints_in
 from meshpar.checkpoints.storage.disk import DiskPath
-from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk, place
-from meshpar.checkpoints.storage.transfer import fetched
+from meshpar.checkpoints.storage.place import Place, PlaceLike, fetched, on_disk, place
 from meshpar.core.errors import CheckpointError, MeshparError, brief
 from meshpar.launchers.export import beside, chosen_step, dtype_of, export_run, names_of_ours
 from meshpar.launchers.jobs.job import RECIPE

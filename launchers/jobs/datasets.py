@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from meshpar.checkpoints.storage.place import place
-from meshpar.checkpoints.storage.transfer import fetched
+from meshpar.checkpoints.storage.place import fetched, place
 from meshpar.core import registry, runtime
 from meshpar.core.errors import MeshparError, RecipeError, brief
 from meshpar.launchers.jobs.models import DataFacts

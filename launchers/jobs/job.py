@@ -18,11 +18,9 @@ import torch.distributed as dist
 from meshpar.checkpoints import CheckpointManager, open_step, read_manifest
 from meshpar.checkpoints.export.published import published_model
 from meshpar.checkpoints.format.manifest import step_name, step_of
-from meshpar.checkpoints.steps.commit import warn_only
 from meshpar.checkpoints.steps.state import Checkpointable as Saved
-from meshpar.checkpoints.steps.steps import CHECKPOINTS, checkpoints_in
-from meshpar.checkpoints.storage.place import Place, place
-from meshpar.checkpoints.storage.transfer import carried, fetched
+from meshpar.checkpoints.steps.steps import CHECKPOINTS, checkpoints_in, warn_only
+from meshpar.checkpoints.storage.place import Place, carried, fetched, place
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError, PreflightError, RecipeError, StoreError
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watch_progress

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from meshpar.checkpoints.format.safetensors import weights_in
+from meshpar.checkpoints.format.weights import weights_in
 from meshpar.checkpoints.steps.importing import config_beside
 from meshpar.core.errors import MeshparError, RecipeError, brief
 from meshpar.core.layout import ModelLayout

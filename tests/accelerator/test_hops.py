@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from meshpar._torch.groups import collective_counts
 from meshpar.checkpoints.steps import ranks as saving_ranks
-from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.core.errors import CheckpointError
 from meshpar.exchange import host_messages
 from meshpar.exchange.host_messages import FAN_OUT, branch_of, hops
@@ -152,7 +152,7 @@ def test_rank_0_of_1024_saves_with_16_sockets_and_96_messages(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
 
     def save():
-        mine = Ranks(100.0)
+        mine = SavingRanks(100.0)
         folder = mine.share("beginning", lambda: "folder")
         plan = mine.agree("planning", lambda: mine.rank, sum)
         place = mine.agree("writing", lambda: mine.rank**2, lambda reports: reports[-1])

@@ -20,12 +20,11 @@ from meshpar.checkpoints.steps import background
 from meshpar.checkpoints.steps import saving as saves
 from meshpar.checkpoints.steps.background import PartSamples, Stager
 from meshpar.checkpoints.steps.planning import Planning
-from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.storage import files
-from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.disk import ReadFile
-from meshpar.checkpoints.storage.files import Box, Turns
+from meshpar.checkpoints.storage.files import Box, Turns, crc32
 from meshpar.checkpoints.storage.place import place
 from meshpar.core import runtime
 from meshpar.state.page_locked import Slab
@@ -120,7 +119,7 @@ def test_a_tensor_that_is_written_after_its_sample_is_named():
 def test_a_save_takes_nothing_from_the_device_before_it_returns(tmp_path):
     """Its plan has names, shapes and samples; values are copied beside training."""
     job = Job(nn.Linear(30, 20, device=DEVICE), device=DEVICE)
-    saving = Saving(Ranks(1), place(tmp_path), Noted(step=1, extra={}, metrics={}), Planning())
+    saving = Saving(SavingRanks(1), place(tmp_path), Noted(step=1, extra={}, metrics={}), Planning())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_meta", False)
         patch.setattr(saves, "random_state", lambda *_: {})

@@ -15,11 +15,10 @@ import meshpar
 from benchmarks.save_planning import plan_saves
 from meshpar.checkpoints import CheckpointManager, Manifest, read_manifest
 from meshpar.checkpoints.format.verify import Verify, verify_files
-from meshpar.checkpoints.format.writing import TensorPart, write_parts
+from meshpar.checkpoints.format.writing import Ledger, TensorPart, layout_of, pack, report_of, write_parts
 from meshpar.checkpoints.format.writing import whole as plain_groups
 from meshpar.checkpoints.steps import saving
 from meshpar.checkpoints.steps.planning import Alike, Described, alike, divide
-from meshpar.checkpoints.steps.recording import Ledger, layout_of, pack, report_of
 from meshpar.checkpoints.storage.place import place
 from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks, whole

@@ -103,7 +103,6 @@ MEASURED = {
         "meshpar.checkpoints.format.manifest",
         "meshpar.checkpoints.format.writing",
         "meshpar.checkpoints.steps.planning",
-        "meshpar.checkpoints.steps.recording",
         "meshpar.checkpoints.steps.saving",
         "meshpar.checkpoints.storage.place",
         "meshpar.exchange.host_messages",

@@ -44,8 +44,7 @@ from meshpar.checkpoints import (
     verify_step,
 )
 from meshpar.checkpoints.storage import objects
-from meshpar.checkpoints.storage.place import Place, place
-from meshpar.checkpoints.storage.transfer import copy_file, fetched
+from meshpar.checkpoints.storage.place import Place, copy_file, fetched, place
 from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.launchers import export_run
 from meshpar.launchers.cli import app

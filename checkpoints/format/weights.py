@@ -1,28 +1,27 @@
-"""Read safetensors files piece by piece as a WeightSource, and make the header of a new file.
-
-The format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header, the tensors' bytes.
-"""
+"""Published weights as a WeightSource: safetensors, files of ``torch.save``; and the header of a safetensors file."""
 
 from __future__ import annotations
 
 import json
 import math
+import pickle
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, final
 
 import torch
 
-from meshpar.checkpoints.format.dcp import DistributedCheckpoint, check_cover
-from meshpar.checkpoints.format.foreign import TorchWeights, is_pickled, remedy, sharded_by_accelerate
-from meshpar.checkpoints.format.manifest import MODEL
+from meshpar.checkpoints.format.dcp import METADATA_NAME, DistributedCheckpoint, check_cover
+from meshpar.checkpoints.format.manifest import ACCELERATE, MODEL, PICKLED, remedy
 from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, inside, read_json
-from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
+from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, fetched, place
 from meshpar.core.errors import CheckpointError, StoreError, brief
 from meshpar.core.patterns import suggestion
 from meshpar.weights.rules import overlap, spans_of, within
 
+# huggingface/safetensors, "Format": 8 bytes little-endian header length, a JSON header, the tensors' bytes
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -72,10 +71,8 @@ class Safetensors:
                     f"{file} lacks {len(absent)} tensors of the index: {', '.join(absent[:5])}; {_AGAIN}"
                 )
             if twice := [name for name in boxes if name in self._pieces and name not in shards]:
-                raise CheckpointError(
-                    f"{self._pieces[twice[0]][0].file.path} and {file} both have {', '.join(twice[:5])}; remove "
-                    "one of the files"
-                )
+                other = self._pieces[twice[0]][0].file.path
+                raise CheckpointError(f"{other} and {file} both have {', '.join(twice[:5])}; remove one of the files")
             for name, box in boxes.items():
                 self._pieces.setdefault(name, []).append(box)
         self._shapes = {name: _whole_shape(name, pieces) for name, pieces in self._pieces.items()}
@@ -89,9 +86,7 @@ class Safetensors:
         return {name: pieces[0].dtype for name, pieces in self._pieces.items()}
 
     def pieces(self, name: str) -> Sequence[Box]:
-        """Return the pieces of a tensor: one, unless torch's HuggingFaceStorageWriter saved the shards of several
-        ranks.
-        """
+        """Return the pieces of a tensor: one, unless HuggingFaceStorageWriter saved the shards of several ranks."""
         return self._pieces[name]
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
@@ -104,13 +99,94 @@ class Safetensors:
                 piece.read(here, out[within(here, spans)])
 
 
-def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheckpoint:
-    """Return the weights of safetensors, ``torch.save`` or accelerate's FSDP, in a file or folder; errors as for
-    their class.
+@final
+class TorchWeights:
+    """Read files of ``torch.save`` as a WeightSource, by torch's weights-only loader, which runs no code.
+
+    >>> par.materialize(weights=TorchWeights("model.pt", prefix="model."))  # doctest: +SKIP
+
+    Args:
+        path: a file (``.pt``, ``.pth``, ``.bin``, ``.ckpt``), or a folder of these. Those of a store are copied to a
+            temporary folder of this process, because torch maps them.
+        prefix: only tensors whose name begins with it, without it. Nested dicts have dotted names.
+
+    Raises:
+        CheckpointError: a file is damaged, contains other objects than plain data and tensors, or no such tensor.
     """
-    if (folder := sharded_by_accelerate(place(path))) is not None:
+
+    def __init__(self, path: PlaceLike, *, prefix: str = "") -> None:
+        self._path, self._tensors = place(path), dict[str, torch.Tensor]()
+        if self._path.is_dir() and (other := remedy(self._path)) and TorchWeights.__name__ not in other:
+            raise CheckpointError(f"{self._path} is not a folder of torch.save{other}")
+        for file in _pickled_files(self._path) if self._path.is_dir() else [self._path]:
+            tensors = _flat(_loaded(fetched(file)))
+            if twice := tensors.keys() & self._tensors.keys():
+                raise CheckpointError(
+                    f"{min(twice)!r} is in {file} and in another file of {self._path}; remove one of them"
+                )
+            self._tensors |= tensors
+        named = self._tensors.items()
+        self._tensors = {name.removeprefix(prefix): tensor for name, tensor in named if name.startswith(prefix)}
+        if not self._tensors:
+            which = f" whose names begin with {prefix!r}" if prefix else ""
+            raise CheckpointError(f"{self._path} has no tensors{which}")
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return every tensor's name and shape."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return every tensor's name and dtype."""
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
+        if name not in self._tensors:
+            raise CheckpointError(f"{self._path} has no tensor {name!r}; {suggestion(name, self._tensors)}")
+        out.copy_(self._tensors[name][index])
+
+
+def _pickled_files(folder: Place) -> list[Place]:
+    """Return the files with weights: those that transformers writes, otherwise all."""
+    return entries(folder, "pytorch_model*.bin") or [entry for entry in entries(folder) if entry.suffix in PICKLED]
+
+
+def _loaded(file: Path) -> object:
+    if not file.is_file():
+        raise CheckpointError(f"there is no file {file}")
+    try:
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # torch's format before 1.6 cannot be mapped
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} contains other objects than tensors and plain data, which could run code, or is damaged; load "
+            f"the file where you trust it, and save the state_dict alone: {brief(error)}"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{file} is not a complete file of torch.save: {brief(error)}") from error
+
+
+def _flat(value: object, name: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    entries = value.items() if isinstance(value, Mapping) else ()
+    return {
+        key: tensor
+        for outer_key, inner in entries
+        for key, tensor in _flat(inner, f"{name}.{outer_key}" if name else str(outer_key)).items()
+    }
+
+
+def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheckpoint:
+    """Return the weights of safetensors, ``torch.save`` or accelerate's FSDP, in a file or folder."""
+    path = place(path)
+    folder = path if path.name == ACCELERATE else path / ACCELERATE
+    if (folder / METADATA_NAME).is_file():
         return DistributedCheckpoint(folder, prefix=MODEL)
-    return TorchWeights(path) if is_pickled(place(path)) else Safetensors(path)
+    pickled = path.is_dir() and not any(path.glob("*.safetensors*")) and _pickled_files(path)
+    return TorchWeights(path) if path.suffix in PICKLED or pickled else Safetensors(path)
 
 
 def _whole_shape(name: str, pieces: Sequence[Box]) -> tuple[int, ...]:
@@ -137,35 +213,26 @@ def _files(path: Place) -> dict[Place, list[str]]:
         return {file: [] for file in files}
     if not path.exists():
         raise CheckpointError(f"there is no file or folder {path}")
-    if path.name.endswith(".json"):
-        return _indexed(path)
-    return {path: []}
-
-
-def _indexed(path: Place) -> dict[Place, list[str]]:
+    if not path.name.endswith(".json"):
+        return {path: []}
     try:
-        places = read_json(path.reader())["weight_map"]
-        files: dict[Place, list[str]] = {}
-        for name, file in sorted(places.items()):
-            files.setdefault(path.parent / inside(file), []).append(name)
+        listed: dict[Place, list[str]] = {}
+        for name, file in sorted(read_json(path.reader())["weight_map"].items()):
+            listed.setdefault(path.parent / inside(file), []).append(name)
     except StoreError:
         raise
     except (CheckpointError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors index: {brief(error)}") from error
-    if gone := [file for file in files if not file.exists()]:
+    if gone := [file for file in listed if not file.exists()]:
         examples = ", ".join(file.name for file in gone[:5])
         raise CheckpointError(
-            f"{path} lists {len(files)} files, and {len(gone)} of them are missing: {examples}; {_AGAIN}"
+            f"{path} lists {len(listed)} files, and {len(gone)} of them are missing: {examples}; {_AGAIN}"
         )
-    return files
+    return listed
 
 
 def read_header(file: Readable) -> tuple[dict[str, Box], Collection[str]]:
-    """Return the position of each tensor of a safetensors file, and the names of those that are shards of larger ones.
-
-    Raises:
-        CheckpointError: the file is truncated or damaged.
-    """
+    """Return the position of each tensor of a safetensors file, and the names of those that are shards of others."""
     try:
         length = struct.unpack("<Q", file.bytes(0, 8))[0]
         if length > min(_LONGEST_HEADER, file.size - 8):
@@ -183,14 +250,10 @@ def read_header(file: Readable) -> tuple[dict[str, Box], Collection[str]]:
             raise CheckpointError(f"its tensors end at byte {end}, and the file ends at {file.size}")
         shards = json.loads((header.get("__metadata__") or {}).get(_SHARDING_INFO, "{}"))
         offsets = {name: tuple(entry["saved_offsets"]) for name, entry in shards.items() if name in boxes}
-        if odd := [
-            name
-            for name, offset in offsets.items()
-            if len(offset) != len(boxes[name].shape) or not all(type(o) is int for o in offset)
-        ]:
-            raise CheckpointError(
-                f"the shard of {odd[0]!r} is at {offsets[odd[0]]} of a tensor of {len(boxes[odd[0]].shape)} dims"
-            )
+        for name, offset in offsets.items():
+            dims = len(boxes[name].shape)
+            if len(offset) != dims or not all(type(start) is int for start in offset):
+                raise CheckpointError(f"the shard of {name!r} is at {offset} of a tensor of {dims} dims")
     except StoreError:
         raise
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -205,7 +268,7 @@ def _box(file: Readable, base: int, entry: Mapping[str, Any]) -> Box:
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(f"it has the dtype {entry['dtype']!r}; this version reads {', '.join(DTYPES)}")
     box = Box(file, base + start, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-    if start < 0 or any(size < 0 for size in box.shape) or stop - start != math.prod(box.shape) * box.dtype.itemsize:
+    if start < 0 or any(size < 0 for size in box.shape) or stop - start != box.nbytes:
         raise CheckpointError(
             f"a tensor of shape {box.shape} and dtype {entry['dtype']} does not fit bytes {start} to {stop}"
         )
