@@ -22,7 +22,7 @@ from meshpar.checkpoints.export.target import free_target, make_on_disk
 from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource, check_piece, read_tiles
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.storage.disk import ReadFile
-from meshpar.checkpoints.storage.files import memory_of, read_json, tiles, write_all
+from meshpar.checkpoints.storage.files import Shapes, memory_of, read_json, tiles, write_all
 from meshpar.checkpoints.storage.place import Place, PlaceLike, fetched, place
 from meshpar.core.errors import CheckpointError, brief
 from meshpar.process.imports import need
@@ -259,11 +259,7 @@ def _names(
 
 
 def _kinds(
-    library: ModuleType,
-    names: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    kind: Kind,
-    high: Sequence[str],
+    library: ModuleType, names: Mapping[str, str], shapes: Shapes, kind: Kind, high: Sequence[str]
 ) -> dict[str, Any]:
     """Return how to store each tensor."""
     types = library.GGMLQuantizationType

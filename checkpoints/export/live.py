@@ -37,6 +37,7 @@ from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.steps.state import Checkpointable, check_have_memory, model_state
 from meshpar.checkpoints.steps.steps import Steps, remove
+from meshpar.checkpoints.storage.files import Dtypes
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError
@@ -254,7 +255,7 @@ def _said_by(rank: int, say: Callable[[], T]) -> T:
 
 
 def _tiles(
-    source: TypedSource, dtypes: Mapping[str, torch.dtype], order: Sequence[str], notes: NotingSource, limit: int
+    source: TypedSource, dtypes: Dtypes, order: Sequence[str], notes: NotingSource, limit: int
 ) -> Iterator[Tile]:
     """Cut the stream into tiles, as an export does."""
     shapes = source.shapes()

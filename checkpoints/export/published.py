@@ -15,7 +15,7 @@ from meshpar.checkpoints.format.dcp import DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
 from meshpar.checkpoints.steps.steps import open_step
-from meshpar.checkpoints.storage.files import TILE_BYTES, Box, crc32, memory_of, tiles
+from meshpar.checkpoints.storage.files import TILE_BYTES, Box, Dtypes, Shapes, crc32, memory_of, tiles
 from meshpar.checkpoints.storage.place import PlaceLike
 from meshpar.core.errors import CheckpointError, MeshparError
 from meshpar.weights import Mapped, TypedSource, WeightMap, average_called
@@ -141,9 +141,7 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=parts)
 
 
-def in_files(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int, *, scaled: bool = False
-) -> dict[str, list[str]]:
+def in_files(shapes: Shapes, dtypes: Dtypes, limit: int, *, scaled: bool = False) -> dict[str, list[str]]:
     """Divide the tensors of a published model among files of ``limit`` bytes, unless one tensor alone is larger."""
     if limit < 1:
         raise CheckpointError(f"max_shard_size is {limit}; expected at least 1 byte")

@@ -15,7 +15,7 @@ from typing import Any, Literal, final
 import torch
 
 from meshpar.checkpoints.format.copying import StoredSource, check_piece
-from meshpar.checkpoints.storage.files import Box, tiles
+from meshpar.checkpoints.storage.files import Box, Shapes, tiles
 from meshpar.core.errors import CheckpointError
 from meshpar.core.patterns import covers, suggestion
 from meshpar.weights import TypedSource
@@ -24,7 +24,7 @@ from meshpar.weights.rules import Spans, spans_of
 _TILE_ELEMENTS = 512 << 10  # of a weight at a time: float32 values and what is made of them stay in a core's cache
 _BYTES = 4 << 20  # of a tile of any other tensor
 # Parts of a module's name: embeddings, heads, routers, norms, and T5's wo, which transformers reads as float32.
-_HIGH = ("*embed*", "wte", "wpe", "shared", "*head", "score", "classifier")
+_HIGH: tuple[str, ...] = ("*embed*", "wte", "wpe", "shared", "*head", "score", "classifier")
 _HIGH += ("gate", "*_gate", "*router*", "*norm*", "ln_*", "*_bias", "wo")
 # layers of transformers' Conv1D, with (in, out) weights
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
@@ -135,8 +135,8 @@ class Quantized:
         self._source, self._scheme, self._checked = source, scheme, checked
         dtypes, shapes, modules = source.dtypes(), source.shapes(), dict[str, tuple[int, ...]]()
         for name, shape in shapes.items():
-            wide = dtypes[name].is_floating_point and dtypes[name].itemsize > 1
-            if wide and name.endswith(".weight") and len(shape) == 2 and math.prod(shape) > 0:
+            is_wide = dtypes[name].is_floating_point and dtypes[name].itemsize > 1
+            if is_wide and name.endswith(".weight") and len(shape) == 2 and math.prod(shape) > 0:
                 modules[name.removesuffix(".weight")] = shape
         chosen = fitting(high, modules)
         self.kept = [child for child in modules if is_high(child) or child in chosen]
@@ -158,7 +158,7 @@ class Quantized:
         """Note the stored tensors of a layer."""
         scheme, (rows, columns) = self._scheme, self.layers[module]
         name = f"{module}.weight" if scheme.packed == 1 else f"{module}.weight_packed"
-        stored = {
+        stored: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {
             name: ("weight", (rows, columns // scheme.packed), scheme.dtype),
             f"{module}.weight_scale": ("scale", scheme.grid((rows, columns)), scale_dtype),
         }
@@ -241,7 +241,7 @@ class Quantized:
         return self._scheme.config([*self.kept, *heads])
 
 
-def _check_shapes(layers: Mapping[str, tuple[int, ...]], scheme: Scheme) -> None:
+def _check_shapes(layers: Shapes, scheme: Scheme) -> None:
     if not layers:
         raise CheckpointError(
             "no weight is left to quantise; expected tensors *.weight of two dims beside embeddings, heads and norms"

@@ -17,7 +17,7 @@ from meshpar.checkpoints.format.copying import ByteCount, Copier, Progress, Stor
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.format.weights import INDEX_NAME, write_header
 from meshpar.checkpoints.steps.steps import open_step
-from meshpar.checkpoints.storage.files import aligned, element_at, memory_of, tiles
+from meshpar.checkpoints.storage.files import Dtypes, aligned, element_at, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, copy_file, entries, place
 from meshpar.core.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
@@ -163,7 +163,7 @@ def open_model(src: PlaceLike | TypedSource, options: ExportOptions) -> tuple[Ty
 
 def convert(
     source: TypedSource, options: ExportOptions, config: Mapping[str, Any] | None
-) -> tuple[TypedSource, Mapping[str, torch.dtype]]:
+) -> tuple[TypedSource, Dtypes]:
     """Return the tensors of a published model as they are written, and the dtype of each."""
     dtype = options.dtype
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
@@ -190,14 +190,12 @@ def tiles_of(source: TypedSource, name: str, dtype: torch.dtype, limit: int | No
     return tiles(tuple(source.shapes()[name]), dtype.itemsize, TILE_BYTES if limit is None else min(limit, TILE_BYTES))
 
 
-def divide_into_files(
-    source: TypedSource, dtypes: Mapping[str, torch.dtype], options: ExportOptions
-) -> dict[str, list[str]]:
+def divide_into_files(source: TypedSource, dtypes: Dtypes, options: ExportOptions) -> dict[str, list[str]]:
     """Return the names of the tensors in each file, in order."""
     return in_files(source.shapes(), dtypes, options.max_shard_size, scaled=isinstance(source, Quantized))
 
 
-def _write_model(folder: Place, source: TypedSource, dtypes: Mapping[str, torch.dtype], options: ExportOptions) -> None:
+def _write_model(folder: Place, source: TypedSource, dtypes: Dtypes, options: ExportOptions) -> None:
     files = divide_into_files(source, dtypes, options)
     total = sum(nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
     count = ByteCount(total, options.progress)
@@ -208,9 +206,7 @@ def _write_model(folder: Place, source: TypedSource, dtypes: Mapping[str, torch.
         _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_file(
-    path: Place, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: ByteCount
-) -> None:
+def _write_file(path: Place, source: TypedSource, names: Sequence[str], dtypes: Dtypes, count: ByteCount) -> None:
     whole, stored = source.shapes(), source if isinstance(source, StoredSource) else None
     shapes = {name: whole[name] for name in names}
     header, positions = write_header(shapes, dtypes)

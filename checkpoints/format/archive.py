@@ -20,7 +20,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, aligned, combine_sums, crc32
-from meshpar.core.errors import CheckpointError, StoreError
+from meshpar.core.errors import CheckpointError
 
 T = TypeVar("T")
 _LARGE = 0xFFFFFFFF
@@ -174,7 +174,7 @@ def find_tensor(file: Readable, position: int, length: int, shape: tuple[int, ..
         order = members.get("byteorder")
         if order is not None and file.bytes(_payload(file, position, order), order.file_size) != b"little":
             raise CheckpointError("it was written on a big-endian machine, which this version does not read")
-        saved = read_tensor_pickle(text, "data.pkl")
+        saved = _read_pickle(text, _IN_TENSOR, SavedTensor, "a tensor", "data.pkl")
         data = members[f"data/{saved.storage}"]
         strides = zip(saved.shape, saved.stride, _contiguous_strides(saved.shape))
         if saved.shape != shape or any(size != 1 and stride != expected for size, stride, expected in strides):
@@ -188,9 +188,9 @@ def find_tensor(file: Readable, position: int, length: int, shape: tuple[int, ..
         payload = _payload(file, position, data)
         if payload + data.file_size > position + length:
             raise CheckpointError("its payload exceeds the archive")
-    except StoreError:
+    except CheckpointError:
         raise
-    except (CheckpointError, zipfile.BadZipFile) as error:
+    except zipfile.BadZipFile as error:
         raise CheckpointError(str(error)) from error
     except (KeyError, struct.error, ValueError, OSError, NotImplementedError) as error:
         raise CheckpointError(repr(error)) from error
@@ -300,11 +300,6 @@ class _InertUnpickler(pickle.Unpickler):
 def read_metadata(data: bytes, path: object) -> PickledObject:
     """Return DCP's ``.metadata`` as records; raises CheckpointError for anything else."""
     return _read_pickle(data, _IN_METADATA, PickledObject, "the metadata of a distributed checkpoint", path)
-
-
-def read_tensor_pickle(data: bytes, path: object) -> SavedTensor:
-    """Read the ``data.pkl`` of one tensor saved by ``torch.save``; raises CheckpointError for anything else."""
-    return _read_pickle(data, _IN_TENSOR, SavedTensor, "a tensor", path)
 
 
 def _read_pickle(data: bytes, stand_ins: Mapping[tuple[str, str], Any], kind: type[T], what: str, path: object) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 from meshpar.checkpoints.format.dcp import METADATA_NAME, DistributedCheckpoint
@@ -43,8 +43,7 @@ def verify_files(folder: PlaceLike, manifest: Manifest, level: Verify, names: It
         problems += [f"{name}: {difference}" for difference in differences]
     if not problems and level == "full" and names is None:
         problems += _disagreements(DistributedCheckpoint(files), manifest)
-    if problems:
-        raise _damaged(place(folder), problems)
+    _raise_for(place(folder), problems)
 
 
 def open_verified(
@@ -56,13 +55,13 @@ def open_verified(
     """
     verify_files(folder, manifest, level if whole or level != "full" else "size", names)
     source = DistributedCheckpoint(manifest.files_in(folder), checked=level != "none", sums=Sums(manifest))
-    if problems := list(_disagreements(source, manifest) if level != "none" else ()):
-        raise _damaged(folder, problems)
+    _raise_for(folder, list(_disagreements(source, manifest) if level != "none" else ()))
     return source
 
 
-def _damaged(folder: Place, problems: Iterable[str]) -> CheckpointError:
-    return CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *problems]))
+def _raise_for(folder: Place, problems: Sequence[str]) -> None:
+    if problems:
+        raise CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *problems]))
 
 
 @final
@@ -120,52 +119,41 @@ def _differing(
     file: Readable, expected: Mapping[str, Any], parts: list[tuple[str, SavedPart]], sums: Sums | None
 ) -> Iterator[str]:
     """Yield the differences in one file, which is read once."""
-    reader = _FileSums(file, with_sha256="sha256" in expected)
-    differs = False
+    run, position, whole, differs = file.run(0, file.size), 0, 0, False
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, max(1, file.size))))
+    digest = hashlib.sha256() if "sha256" in expected else None
+
+    def sum_to(stop: int) -> int:
+        """Read up to ``stop``; return the CRC-32 of what was read."""
+        nonlocal position, whole
+        start, checksum = position, 0
+        while position < stop:
+            block = buffer[: min(len(buffer), stop - position)]
+            run.fill(block, position)
+            checksum = crc32(block, checksum)
+            if digest is not None:
+                digest.update(block)
+            position += len(block)
+        whole = combine_sums(whole, checksum, position - start)
+        return checksum
+
     for name, chunk in parts:
-        checksum = sums(file, chunk) if sums is not None else None
-        reader.sum_to(chunk.position)
+        saved = sums(file, chunk) if sums is not None else None
+        sum_to(chunk.position)
         stop = chunk.position + chunk.length
-        if (actual := reader.sum_to(stop)) != checksum:
+        if (actual := sum_to(stop)) != saved:
             differs = True
-            yield f"{name} at {chunk.offsets}, bytes {chunk.position} to {stop}: {_sums(checksum, actual)}"
-    reader.sum_to(file.size)
-    if not differs and reader.crc32 != expected["crc32"]:
-        yield _sums(expected["crc32"], reader.crc32)
-    elif not differs and reader.sha256 != expected.get("sha256"):
-        yield f"expected the SHA-256 {expected['sha256']}, found {reader.sha256}"
+            yield f"{name} at {chunk.offsets}, bytes {chunk.position} to {stop}: {_sums(saved, actual)}"
+    sum_to(file.size)
+    sha256 = None if digest is None else digest.hexdigest()
+    if not differs and whole != expected["crc32"]:
+        yield _sums(expected["crc32"], whole)
+    elif not differs and sha256 != expected.get("sha256"):
+        yield f"expected the SHA-256 {expected['sha256']}, found {sha256}"
 
 
 def _sums(expected: int | None, actual: int) -> str:
     return f"expected the CRC-32 {'of a manifest' if expected is None else f'{expected:08x}'}, found {actual:08x}"
-
-
-@final
-class _FileSums:
-    """Read a file from start to end, and compute the checksums of the whole and of its parts."""
-
-    def __init__(self, file: Readable, *, with_sha256: bool) -> None:
-        self._file, self._at = file.run(0, file.size), 0
-        self._block = memoryview(bytearray(min(BLOCK_BYTES, max(1, file.size))))
-        self._digest = hashlib.sha256() if with_sha256 else None
-        self.crc32 = 0
-
-    @property
-    def sha256(self) -> str | None:
-        return None if self._digest is None else self._digest.hexdigest()
-
-    def sum_to(self, stop: int) -> int:
-        """Read up to ``stop``; return the CRC-32 of what was read."""
-        start, part = self._at, 0
-        while self._at < stop:
-            block = self._block[: min(len(self._block), stop - self._at)]
-            self._file.fill(block, self._at)
-            part = crc32(block, part)
-            if self._digest is not None:
-                self._digest.update(block)
-            self._at += len(block)
-        self.crc32 = combine_sums(self.crc32, part, self._at - start)
-        return part
 
 
 def _disagreements(source: DistributedCheckpoint, manifest: Manifest) -> Iterator[str]:

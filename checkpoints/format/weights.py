@@ -15,7 +15,7 @@ import torch
 
 from meshpar.checkpoints.format.dcp import METADATA_NAME, DistributedCheckpoint, check_cover
 from meshpar.checkpoints.format.manifest import ACCELERATE, MODEL, PICKLED, remedy
-from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, inside, read_json
+from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Dtypes, Readable, Shapes, inside, read_json
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, fetched, place
 from meshpar.core.errors import CheckpointError, StoreError, brief
 from meshpar.core.patterns import suggestion
@@ -275,9 +275,7 @@ def _box(file: Readable, base: int, entry: Mapping[str, Any]) -> Box:
     return box
 
 
-def write_header(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
-) -> tuple[bytes, dict[str, int]]:
+def write_header(shapes: Shapes, dtypes: Dtypes) -> tuple[bytes, dict[str, int]]:
     """Return the header of a file of these tensors in this order, and each tensor's position in the file, in bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -96,7 +96,6 @@ def write_parts(
     folder: Place,
     rank: int,
     parts: Sequence[TensorPart],
-    *,
     threads: int,
     checksum: Checksum,
     on_write: Callable[[], None] = lambda: None,

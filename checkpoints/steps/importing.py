@@ -13,7 +13,7 @@ from meshpar.checkpoints.format.manifest import MODEL
 from meshpar.checkpoints.format.weights import weights_in
 from meshpar.checkpoints.format.writing import Checksum, TensorPart, make_manifest, whole, write_file
 from meshpar.checkpoints.steps.steps import Steps
-from meshpar.checkpoints.storage.files import TILE_BYTES, failing_as, memory_of, read_blocks, read_json, tiles
+from meshpar.checkpoints.storage.files import TILE_BYTES, Dtypes, failing_as, memory_of, read_blocks, read_json, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
@@ -78,7 +78,7 @@ def import_safetensors(
 
 
 def _parts(
-    source: Mapped, stored: TypedSource, dtypes: Mapping[str, torch.dtype], count: ByteCount
+    source: Mapped, stored: TypedSource, dtypes: Dtypes, count: ByteCount
 ) -> Iterator[tuple[TensorPart, Iterator[memoryview]]]:
     """Yield the tensors in the order of their files, with their bytes."""
     for name, shape in source.shapes().items():

@@ -80,15 +80,6 @@ class _Greeting:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """Rank 0's answer to greetings: whether all ranks plan again, and which ranks' optimizer tables differ."""
-
-    replan: bool
-    tables: Sequence[int]
-
-
-@final
 class Planning:
     """The plan of a rank's last save, known by a token; all plan again if the token of any rank differs."""
 
@@ -117,7 +108,8 @@ class Planning:
             described.append(describe())
             return self._greet(described[0], ranks)
 
-        def ask(greetings: Sequence[_Greeting]) -> _Question | None:
+        def ask(greetings: Sequence[_Greeting]) -> tuple[bool, Sequence[int]] | None:
+            """Return whether all ranks plan again, and which ranks' optimizer tables differ; None: neither."""
             extras.extend(greeting.rank_extra for greeting in greetings)
             _refuse_other_extras([greeting.extra for greeting in greetings])
             last_first = reversed(list(enumerate(greetings)))
@@ -125,18 +117,25 @@ class Planning:
             token = None if self._agreed is None else self._agreed.token
             replan = token is None or any(greeting.token != token for greeting in greetings)
             if replan or set(first.values()) - {0}:
-                return _Question(replan, sorted(first.values()))
+                return replan, sorted(first.values())
             assert self._agreed is not None
             settle(self._agreed, _tables({0: described[0].optimizer}), extras)
             return None
 
         question = ranks.agree(step, greet, ask)
         if question is not None:
-            answers = ranks.collect(step, lambda: _answer(described[0], question, ranks.rank))
+            replan, asked_ranks = question
+
+            def answer() -> tuple[Sequence[Alike], Sequence[Sequence[str]], Mapping[str, Any] | None]:
+                """Return what rank 0 lacks, without its own table: all ranks' messages have one length."""
+                table = described[0].optimizer if ranks.rank in asked_ranks and ranks.rank > 0 else None
+                return (described[0].alike, described[0].tied, table) if replan else ((), (), table)
+
+            answers = ranks.collect(step, answer)
 
             def divided() -> Sequence[tuple[str, Share] | None]:
                 shares: Sequence[Share] = ()
-                if question.replan:
+                if replan:
                     groups, shares = divide([alike for alike, _, _ in answers])
                     tied = sorted({tuple(group) for _, ties, _ in answers for group in ties})
                     self._ledger = None
@@ -168,7 +167,11 @@ class Planning:
     def _greet(self, described: Described, ranks: SavingRanks) -> _Greeting:
         token = self._token if self._digest == _digest(described, ranks) else None
         extra = {name: _hash(json.dumps(value, sort_keys=True)) for name, value in described.extra.items()}
-        return _Greeting(token, _table_digest(described.optimizer), described.rank_extra, extra)
+        names = None  # of ranks with equal names the first one's table is saved
+        if (table := described.optimizer) is not None:
+            groups = [(group["params"], group.get("optimizer")) for group in table["groups"]]
+            names = _hash([table["class"], groups, [(name, list(state)) for name, state in table["state"].items()]])
+        return _Greeting(token, names, described.rank_extra, extra)
 
 
 def _refuse_other_extras(extras: Sequence[Mapping[str, str]]) -> None:
@@ -182,14 +185,6 @@ def _refuse_other_extras(extras: Sequence[Mapping[str, str]]) -> None:
             )
 
 
-def _answer(
-    described: Described, question: _Question, rank: int
-) -> tuple[Sequence[Alike], Sequence[Sequence[str]], Mapping[str, Any] | None]:
-    """Return what rank 0 lacks, without its own table: all ranks' messages have one length."""
-    table = described.optimizer if rank in question.tables and rank > 0 else None
-    return (described.alike, described.tied, table) if question.replan else ((), (), table)
-
-
 def _tables(tables: Mapping[int, Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:
     return [table for _, table in sorted(tables.items()) if table is not None]
 
@@ -197,14 +192,6 @@ def _tables(tables: Mapping[int, Mapping[str, Any] | None]) -> list[Mapping[str,
 def _digest(described: Described, ranks: SavingRanks) -> str:
     """Return a hash of all that the division depends on."""
     return _hash([ranks.rank, ranks.size, [tuple(entry) for entry in described.alike], described.tied])
-
-
-def _table_digest(table: Mapping[str, Any] | None) -> str | None:
-    """Return a hash of the names in an optimizer's table; of ranks with equal names the first one's is saved."""
-    if table is None:
-        return None
-    groups = [(group["params"], group.get("optimizer")) for group in table["groups"]]
-    return _hash([table["class"], groups, [(name, list(state)) for name, state in table["state"].items()]])
 
 
 def _hash(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -65,9 +65,7 @@ class RestoredState:
     passed_over: tuple[str, ...] = ()
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Differences:
+class _Differences(NamedTuple):
     """Differences on one rank, line by line."""
 
     wrong: list[str]
@@ -129,11 +127,8 @@ class Restoring:
         """Restore; collective. If a tensor's bytes are damaged, every rank raises, and the state is partly restored."""
         self._ranks.everyone("reading (the state is partly restored)", self._read)
         manifest, par = self._manifest, self._par
-        same = (
-            mesh_axes(par.mesh) == manifest.mesh
-            and self._ranks.size == manifest.world_size
-            and par.device.type == manifest.device
-        )
+        here = mesh_axes(par.mesh), self._ranks.size, par.device.type
+        same = here == (manifest.mesh, manifest.world_size, manifest.device)
         return RestoredState(
             step=manifest.step,
             extra=manifest.extra,
@@ -174,12 +169,9 @@ class Restoring:
                         "converts it"
                     )
         self._source.locate(located)
-        return _Differences(
-            wrong=wrong,
-            missing=missing,
-            unexpected={name for name in self._manifest.tensors if name.startswith(MODEL) and name not in wanted},
-            groups=_group_names(self._optimizer, self._model, self._renamed) if self._optimizer is not None else {},
-        )
+        unexpected = {name for name in self._manifest.tensors if name.startswith(MODEL) and name not in wanted}
+        groups = _group_names(self._optimizer, self._model, self._renamed) if self._optimizer is not None else {}
+        return _Differences(wrong, missing, unexpected, groups)
 
     def _saved_name(self, name: str) -> str:
         first = self._model.first(name)

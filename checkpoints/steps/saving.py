@@ -242,7 +242,5 @@ class Saving:
     def _write_to(self, folder: Place) -> list[WrittenFile]:
         if self._ready is not None:
             self._ready.synchronize()
-        how = self._settings
-        return write_parts(
-            folder, self._ranks.rank, self._parts, threads=how.threads, checksum=how.checksum, on_write=how.on_write
-        )
+        rank, how = self._ranks.rank, self._settings
+        return write_parts(folder, rank, self._parts, how.threads, how.checksum, how.on_write)

@@ -202,23 +202,20 @@ def parameters_of(
 
 def _check_plain(tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError for tensors whose type, layout or scales a checkpoint would lose."""
-    kinds = {name: _no_array(local_tensor(tensor)) for name, tensor in tensors.items()}
-    if odd := [f"{name} ({kind})" for name, kind in kinds.items() if kind is not None]:
+    odd = []
+    for name, local in ((name, local_tensor(tensor)) for name, tensor in tensors.items()):
+        # a wrapper around other tensors has no memory of its own; torch has no types for this
+        if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
+            odd.append(f"{name} ({type(local).__name__})")
+        elif local.layout != torch.strided:
+            odd.append(f"{name} (layout {str(local.layout).removeprefix('torch.')})")
+        elif local.is_quantized:
+            odd.append(f"{name} (quantized, {str(local.dtype).removeprefix('torch.')})")
+    if odd:
         raise CheckpointError(
             f"a checkpoint stores dense tensors; got {', '.join(odd)}; dequantize these tensors (or make them dense) "
             "before the plan is applied, or exclude them from checkpoints: register_buffer(..., persistent=False)"
         )
-
-
-def _no_array(tensor: Tensor) -> str | None:
-    """Return the kind of a tensor that is not a dense array; None for a dense array."""
-    # torch has no types for it
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
-        # A wrapper around other tensors, which has no memory of its own.
-        return type(tensor).__name__
-    if tensor.layout != torch.strided:
-        return f"layout {str(tensor.layout).removeprefix('torch.')}"
-    return f"quantized, {str(tensor.dtype).removeprefix('torch.')}" if tensor.is_quantized else None
 
 
 def _option(key: str, value: object) -> Any:  # noqa: ANN401 - plain data

@@ -46,9 +46,7 @@ class WrittenBehind:
         self._written += len(data)
         if self._written - self._begun >= _BEHIND_BYTES:
             end = self._written // PAGE_BYTES * PAGE_BYTES  # the last page will be written to again
-            if (begin := _of_linux("sync_file_range")) is not None:  # a hint: errors of the disk are raised by fsync
-                count = ctypes.c_int64(end - self._begun)
-                begin(self._descriptor, ctypes.c_int64(self._begun), count, _SYNC_FILE_RANGE_WRITE)
+            begin_write_back(self._descriptor, self._begun, end - self._begun)
             self._begun = end
 
     def finish(self) -> None:
@@ -64,6 +62,12 @@ def reserve(descriptor: int, count: int) -> None:
         number = ctypes.get_errno()
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise OSError(number, os.strerror(number))
+
+
+def begin_write_back(descriptor: int, start: int, count: int) -> None:
+    """Ask the kernel to begin to write pages of a file to the disk. A hint: errors of the disk are raised by fsync."""
+    if (begin := _of_linux("sync_file_range")) is not None:
+        begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
 
 
 @lru_cache(maxsize=2)

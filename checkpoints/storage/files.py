@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +35,8 @@ PAGE_BYTES = 4096  # of the page cache
 ALIGNMENT = 64
 _POLYNOMIAL = 0xEDB88320
 
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors by their names
+Dtypes = Mapping[str, torch.dtype]
 _LONGEST_NAME = 255  # bytes, of all usual file systems
 _LEVELS = 100  # of a JSON file
 _Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
