@@ -119,16 +119,14 @@ def export_gguf(
         dst: the folder to write; it appears once it is complete.
         kind: ``"f16"``; ``"q8_0"``, ``"q4_0"``: blocks of 32 values. Embeddings and heads are float16 in each, norms
             and routers float32.
-        tokenizer: a folder with a byte-level BPE in ``tokenizer.json``; None: the file has no vocabulary, and runs on
-            token ids alone.
+        tokenizer: a folder with a byte-level BPE in ``tokenizer.json``; None: the file runs on token ids alone.
         high: patterns of modules, by transformers' names, whose weights are float16, too.
 
     Returns:
         ``dst``.
 
     Raises:
-        CheckpointError: as for an export; an architecture, a rotary scaling or a tokenizer that this export does not
-            know; a row that blocks of 32 do not divide.
+        CheckpointError: as for an export; an architecture, a rotary scaling or a tokenizer that is not supported.
         MeshparError: ``gguf`` is not installed.
     """
     options = ExportOptions(
@@ -182,9 +180,8 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
         )
     if (scaling := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "llama3", "linear"):
         raise CheckpointError(f"GGUF: the rotary scaling is {scaling!r}; this export knows default, linear and llama3")
-    if wrong := [
-        f"{key} = {config[key]}" for key, only in _COMPUTED.items() if config.get(key, only) not in (only, None)
-    ]:
+    settings = {key: config.get(key, only) for key, only in _COMPUTED.items()}
+    if wrong := [f"{key} = {value}" for key, value in settings.items() if value not in (_COMPUTED[key], None)]:
         raise CheckpointError(
             f"GGUF: the config has {', '.join(wrong)}, which llama.cpp's {ARCHITECTURES[kind].name} does not compute"
         )
@@ -207,9 +204,8 @@ def _size(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
-    return config.get("head_dim") or _size(config, "hidden_size", "n_embd") // _size(
-        config, "num_attention_heads", "n_head"
-    )
+    width, heads = _size(config, "hidden_size", "n_embd"), _size(config, "num_attention_heads", "n_head")
+    return config.get("head_dim") or width // heads
 
 
 def _write_keys(library: ModuleType, writer: Any, config: Mapping[str, Any], kind: Kind) -> None:

@@ -43,6 +43,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError
 from meshpar.core.waiting import reads_of
 from meshpar.passes.pipeline.running import Layers
+from meshpar.state.averaging import Averaged
 from meshpar.step.run import fact_of
 from meshpar.tensors.placements import local_tensor
 from meshpar.weights import TypedSource, WeightMap
@@ -58,12 +59,6 @@ class LiveModule(Checkpointable, Protocol):
     def reshard(self) -> None: ...
 
 
-class Averages(Protocol):
-    """A :class:`meshpar.state.averaging.Averaged`."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-
-
 class TensorMeta(NamedTuple):
     """Name, dtype and shape of a tensor, which its receiver needs before it comes."""
 
@@ -77,8 +72,7 @@ class Published:
     """Stream the weights of a parallel module: whole tensors under their published names, for an inference engine.
 
     Names, dtypes, shapes, order and bytes are those of :func:`meshpar.checkpoints.export_safetensors` of the same
-    state. Each iteration is one version. Parts travel from the ranks that have them to the one that gets the values: a
-    rank holds at most a bucket of them, and the tensor that is being put together.
+    state. Each iteration is one version. A rank holds at most a bucket of parts, and the tensor that they make.
 
     >>> for name, tensor in par.published(dtype=torch.bfloat16): engine.load(name, tensor)  # doctest: +SKIP
 
@@ -86,11 +80,9 @@ class Published:
         par: the parallel module, with values.
         dtype: dtype of the floating-point tensors; None: the parameters' own.
         bucket: bytes on their way at a time, as a number or as text: ``"256MiB"``.
-        adapters: ``"merged"``: LoRA's products are added to the weights, slice by slice; ``"only"``: the adapters
-            alone, by peft's names.
+        adapters: ``"merged"``: LoRA's products are added to the weights; ``"only"``: the adapters, by peft's names.
         averaged: a moving average of the parameters (``par.averaged``), whose values are taken.
-        quantize: as for :func:`meshpar.checkpoints.export_safetensors`.
-        high: as there.
+        quantize, high: as for :func:`meshpar.checkpoints.export_safetensors`.
         to: the rank that gets the values.
         digested: compute ``digest`` in each iteration.
 
@@ -101,8 +93,7 @@ class Published:
         to: the rank that gets the values.
 
     Raises:
-        CheckpointError: a bucket that is no size, a rank that there is not, adapters of a module without any, or what
-            an export refuses.
+        CheckpointError: a bucket that is no size, a rank that there is not, or what an export refuses.
     """
 
     def __init__(
@@ -111,7 +102,7 @@ class Published:
         dtype: torch.dtype | None = None,
         bucket: int | str = "256MiB",
         adapters: Adapters = "merged",
-        averaged: Averages | None = None,
+        averaged: Averaged | None = None,
         *,
         quantize: Quantization | None = None,
         high: Sequence[str] = (),
@@ -159,9 +150,8 @@ class Published:
         for bucket in moved.move(in_buckets(_tiles(source, dtypes, order, notes, limit), limit)):
             for tile in bucket:
                 if tile.first:
-                    out = torch.empty(
-                        tuple(shapes[tile.name]), dtype=dtypes[tile.name], device=device if here else "meta"
-                    )
+                    where = device if here else "meta"
+                    out = torch.empty(tuple(shapes[tile.name]), dtype=dtypes[tile.name], device=where)
                 index = tuple(slice(*span) for span in tile.spans)
                 if here:
                     values.read(tile.name, index, out[index])

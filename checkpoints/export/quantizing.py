@@ -15,7 +15,7 @@ from typing import Any, Literal, final
 import torch
 
 from meshpar.checkpoints.format.copying import StoredSource, check_piece
-from meshpar.checkpoints.storage.files import Box, Shapes, tiles
+from meshpar.checkpoints.storage.files import Box, tiles
 from meshpar.core.errors import CheckpointError
 from meshpar.core.patterns import covers, suggestion
 from meshpar.weights import TypedSource
@@ -141,7 +141,17 @@ class Quantized:
         chosen = fitting(high, modules)
         self.kept = [child for child in modules if is_high(child) or child in chosen]
         self.layers = {name: shape for name, shape in modules.items() if name not in self.kept}
-        _check_shapes(self.layers, scheme)
+        if not self.layers:
+            raise CheckpointError(
+                "no weight is left to quantise; expected tensors *.weight of two dims beside embeddings, heads and "
+                "norms"
+            )
+        down, across = scheme.block[0], scheme.block[1] or 1
+        if odd := [f"{name} {size}" for name, size in self.layers.items() if size[0] % down or size[1] % across]:
+            raise CheckpointError(
+                f"{len(odd)} weights do not divide into blocks of {down} x {across}: {', '.join(odd[:3])}; keep them "
+                "high (--keep-high, in Python high=[...]), or choose a format with one scale a row (fp8, int8)"
+            )
         self._parts: dict[str, tuple[str, str]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -239,19 +249,6 @@ class Quantized:
         # a tied head has no tensor of its own
         heads = [] if any(name.endswith("lm_head") for name in self.kept) else ["lm_head"]
         return self._scheme.config([*self.kept, *heads])
-
-
-def _check_shapes(layers: Shapes, scheme: Scheme) -> None:
-    if not layers:
-        raise CheckpointError(
-            "no weight is left to quantise; expected tensors *.weight of two dims beside embeddings, heads and norms"
-        )
-    rows, columns = scheme.block[0], scheme.block[1] or 1
-    if odd := [f"{name} {shape}" for name, shape in layers.items() if shape[0] % rows or shape[1] % columns]:
-        raise CheckpointError(
-            f"{len(odd)} weights do not divide into blocks of {rows} x {columns}: {', '.join(odd[:3])}; keep them "
-            "high (--keep-high, in Python high=[...]), or choose a format with one scale a row (fp8, int8)"
-        )
 
 
 def scheme_for(how: str, config: Mapping[str, Any] | None) -> Scheme:

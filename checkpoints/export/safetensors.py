@@ -73,8 +73,7 @@ def export_safetensors(
     >>> export_safetensors("run/checkpoints/latest", "run/hf", dtype=torch.bfloat16)  # doctest: +SKIP
 
     Args:
-        src: a step's folder, ``run/checkpoints/latest``, or the folder of all steps (exports the newest); or a source
-            of weights.
+        src: a step's folder, ``run/checkpoints/latest``, the folder of all steps (the newest), or a source of weights.
         dst: the folder to write; it appears once it is complete.
         dtype: dtype of the floating-point tensors; None: as saved.
         max_shard_size: largest size of one file in bytes, unless one tensor alone is larger.
@@ -83,26 +82,21 @@ def export_safetensors(
         config: contents of ``config.json``; None: the config that was saved with the checkpoint.
         generation: contents of ``generation_config.json``; None: the tokenizer's folder may have one.
         beside: files to copy beside the model, such as ``generation_config.json``; they replace the tokenizer's.
-        weights: rules from our names to the published ones; None: those saved with the checkpoint. A source of weights
-            has its own names.
-        verify: checks of a checkpoint: ``"none"``; ``"size"``: the size of every file, and the checksum of each part of
-            the model that is copied; ``"full"``: also of the parts that are rearranged, by rules or over dims, which
-            are then read twice.
+        weights: rules from our names to the published ones; None: those of the checkpoint, or none for a source.
+        verify: checks of a checkpoint: ``"none"``; ``"size"``: the size of every file, and the checksum of each part
+            that is copied; ``"full"``: also of the parts that are rearranged, which are then read twice.
         quantize: format of the linear weights, in the layouts of compressed-tensors: ``"fp8"`` (a scale for each row),
             ``"fp8-block"`` (for 128 x 128), ``"int8"`` (for each row), ``"int4"`` (for 128 values of a row).
             Embeddings, heads, routers and norms stay.
-        high: patterns of modules whose weights stay, too, with ``*`` for one part of the name:
-            ``model.layers.0.mlp.*``.
-        averaged: which weights of the checkpoint: ``"trained"``, the name of an average that was saved with them, or
-            ``"averaged"`` for the only one.
+        high: patterns of modules whose weights stay, too, with ``*`` for a part of the name: ``model.layers.0.mlp.*``.
+        averaged: which weights: ``"trained"``, an average's name, or ``"averaged"`` for the only one.
         overwrite: whether to replace an existing file or folder.
 
     Returns:
         ``dst``.
 
     Raises:
-        CheckpointError: no committed checkpoint, adapters, a damaged file, different values of tied tensors, an
-            existing folder, or a full disk.
+        CheckpointError: no checkpoint, adapters, damage, different values of tied tensors, a taken folder, a full disk.
         LayoutError: the weight map does not fit the tensors, or gives two tensors the same name.
     """
     options = ExportOptions(

@@ -138,7 +138,7 @@ class _InStore:
         self._target = target
 
     def free(self, *, overwrite: bool) -> None:
-        if not overwrite and any(path.name != LEASE_NAME for path in self._target.iterdir()):
+        if not overwrite and self._files():
             raise CheckpointError(f"{self._target} {_OCCUPIED}")
 
     @contextmanager
@@ -164,8 +164,9 @@ class _InStore:
                 remove(path)
         return on_the_way(hidden, "tmp")
 
+    def _files(self) -> list[ObjectPath]:
+        return [path for path in self._target.iterdir() if path.name != LEASE_NAME]
+
     def _clear(self) -> None:
-        # readers ask for it first
-        for path in sorted(self._target.iterdir(), key=lambda path: path.name != "config.json"):
-            if path.name != LEASE_NAME:
-                path.delete()
+        for path in sorted(self._files(), key=lambda path: path.name != "config.json"):  # readers ask for it first
+            path.delete()

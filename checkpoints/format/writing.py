@@ -96,6 +96,7 @@ def write_parts(
     folder: Place,
     rank: int,
     parts: Sequence[TensorPart],
+    *,
     threads: int,
     checksum: Checksum,
     on_write: Callable[[], None] = lambda: None,

@@ -33,8 +33,7 @@ def import_safetensors(
     """Convert a model's safetensors to a committed step with the model alone, without a process group.
 
     Args:
-        src: a safetensors file, an index, or a folder of these; files of ``torch.save``, as for :class:`TorchWeights`;
-            or a checkpoint of accelerate's FSDP.
+        src: safetensors, as for :class:`Safetensors`; files of ``torch.save``; or a checkpoint of accelerate's FSDP.
         root: the folder of steps in which to write the step.
         weights: rules from our names to those in ``src``; None: they are the same.
         dtype: dtype of the floating-point tensors; None: unchanged.
@@ -50,7 +49,7 @@ def import_safetensors(
         CheckpointError: damaged files, files that do not fit their index, an existing step, or too little space.
         LayoutError: the weight map does not fit the tensors.
     """
-    steps, rules = Steps(root), weights if weights is not None else WeightMap()
+    steps, rules = Steps(root), WeightMap() if weights is None else weights
     stored = weights_in(src)
     source = rules.view(stored)
     dtypes = {

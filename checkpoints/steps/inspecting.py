@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from meshpar.checkpoints.format.copying import read_tiles
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint
@@ -95,7 +94,7 @@ def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
     ]
     same = 0
     for name in (name for name in first.tensors if name in second.tensors):
-        if difference := _difference(name, first.tensors[name], second.tensors[name], sources):
+        if difference := _difference(name, (first, second), sources):
             lines.append(f"{name}: {difference}")
         else:
             same += 1
@@ -149,9 +148,8 @@ def _no_steps(root: PlaceLike) -> CheckpointError:
     return CheckpointError(f"{root} has no checkpoints; give a run's folder, or its folder of checkpoints")
 
 
-def _difference(
-    name: str, left: Mapping[str, Any], right: Mapping[str, Any], sources: Sequence[DistributedCheckpoint]
-) -> str | None:
+def _difference(name: str, manifests: Sequence[Manifest], sources: Sequence[DistributedCheckpoint]) -> str | None:
+    left, right = (manifest.tensors[name] for manifest in manifests)
     for key in ("dtype", "shape"):
         if left[key] != right[key]:
             return f"{key} {left[key]} and {right[key]}"

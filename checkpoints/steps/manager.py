@@ -45,15 +45,14 @@ class CheckpointManager:
         every: number of steps between two saves, for :meth:`due`; None: never due.
         best: name of a metric. The step with its lowest value is also kept. A leading ``+`` means highest
             (``"+accuracy"``).
-        async_: write in the background. ``save`` then returns once the ranks have agreed on a plan. The next step of
-            any optimizer, and what loads, swaps or lends parameters, waits until the values are copied to the host;
-            call :meth:`before_step` before you change parameters in another way. The step is committed later. Use the
-            manager as a context, or ``close`` it.
+        async_: write in the background. The next step of any optimizer, and what loads, swaps or lends parameters,
+            waits until the values are copied to the host; call :meth:`before_step` before you change parameters in
+            another way. The step is committed later. Use the manager as a context, or ``close`` it.
         checksum: ``"crc32"``: a CRC-32 of every part of every tensor; ``"sha256"``: also a SHA-256 of every file.
         threads: number of files that each rank writes at once.
         timeout_s: seconds that a rank waits for the others within one step of a save.
-        staging: a folder on each host's own disk. With ``async_`` and a URL, the next step of the optimizer waits until
-            the files are there, instead of in host memory; the upload continues during training. None: in host memory.
+        staging: a folder on each host's own disk, for ``async_`` and a URL: the next step of the optimizer waits until
+            the files are there, and the upload continues during training. None: in host memory.
     """
 
     def __init__(
@@ -143,9 +142,8 @@ class CheckpointManager:
         Args:
             step: number of the step.
             par: the parallel module.
-            optimizer: the optimizer to save, built from ``par.module.parameters()``; several: ``{"muon": muon, "adamw":
-                adamw}``; None: save none.
-            extra: plain data, the same on every rank (rank 0's is stored): the schedule's state, the data position.
+            optimizer: the optimizer to save; several: ``{"muon": muon, "adamw": adamw}``; None: save none.
+            extra: plain data, the same on every rank: the schedule's state, the data position.
             metrics: values from which the best step is chosen.
             rank_extra: plain data of this rank, returned to the same rank of the same mesh.
             averages: averages of the parameters by name: ``{"ema": par.averaged()}``.
@@ -155,8 +153,7 @@ class CheckpointManager:
             The step's folder; with ``async_`` it may not exist yet.
 
         Raises:
-            CheckpointError: on every rank, if any rank fails. Earlier steps do not change. Also raised for an earlier
-                save that failed in the background.
+            CheckpointError: on every rank, if any rank fails, or an earlier save failed in the background.
         """
         self._background.wait()
         reads_of(par.module).check("save()")
@@ -237,19 +234,15 @@ class CheckpointManager:
 
         Args:
             par: the parallel module; its parameters have memory (``materialize`` was called).
-            optimizer: the optimizer whose state and options are replaced, or several by name, as for :meth:`save`;
-                None: do not restore an optimizer.
+            optimizer: the optimizer whose state and options are replaced, or several by name, as for :meth:`save`.
             step: the step to restore; None: the newest committed one.
-            averages: the averages whose values are replaced, by the names with which they were saved; None: do not
-                restore averages.
+            averages: the averages whose values are replaced, by the names with which they were saved.
             verify: ``"size"``: check the size of every file, and the checksum of each part that this rank reads as a
                 whole; ``"full"``: check every byte first (reads them twice); ``"none"``.
             cast: accept tensors of another dtype, and convert them.
-            partial: accept missing and unexpected tensors and different parameter groups. Missing tensors keep their
-                values.
+            partial: accept missing tensors, which keep their values, unexpected ones, and other parameter groups.
             random: restore the random generators, too.
-            fallback: if the step is damaged, log an error and restore the step before it. The result lists damaged
-                steps in ``passed_over``.
+            fallback: if the step is damaged, log an error and restore the step before it; see ``passed_over``.
 
         Returns:
             The plain data that was saved with the tensors.

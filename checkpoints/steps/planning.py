@@ -23,9 +23,8 @@ from meshpar.tensors.placements import held_by_this_rank, local_tensor
 from meshpar.weights.rules import Spans
 
 Share = Sequence[Sequence[int]]  # the parts that a rank writes: of each of its Alike, positions in the list of names
-_Claims = list[
-    tuple[int, int, int]
-]  # of a box, the ranks that have it: (rank, position of its Alike, first name there)
+# of a box, the ranks that have it: (rank, position of its Alike, first name there)
+_Claims = list[tuple[int, int, int]]
 
 
 class Alike(NamedTuple):
@@ -153,16 +152,12 @@ class Planning:
         """Keep a plan's token and this rank's share, for as long as ``described`` and the ranks stay as they are."""
         (self._token, self._share), self._digest = plan, _digest(described, ranks)
 
-    def recorded(self, reports: Sequence[WriteReport]) -> bool:
-        """Return, on rank 0, whether the ledger is of files with these layouts."""
-        return self._ledger is not None and self._ledger.fits(reports)
-
-    def ledger_of(self, layouts: Sequence[Layout]) -> Ledger:
-        """Return, on rank 0, the ledger of files with these layouts; none given: the last save's."""
-        assert self._agreed is not None
-        if layouts or self._ledger is None:
+    def ledger_of(self, reports: Sequence[WriteReport], layouts: Sequence[Layout] = ()) -> Ledger | None:
+        """Return the ledger of reported files, by their layouts; without them the last save's, if it fits."""
+        if layouts:
+            assert self._agreed is not None
             self._ledger = Ledger(self._agreed.groups, layouts, self._agreed.tied)
-        return self._ledger
+        return self._ledger if self._ledger is not None and self._ledger.fits(reports) else None
 
     def _greet(self, described: Described, ranks: SavingRanks) -> _Greeting:
         token = self._token if self._digest == _digest(described, ranks) else None

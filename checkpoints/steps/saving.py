@@ -150,24 +150,27 @@ class Saving:
             layout.append(layout_of(files))
             return report_of(files, layout[0])
 
-        def commit_with(layouts: Sequence[Layout]) -> Place:
+        def record(layouts: Sequence[Layout] = ()) -> Place | None:
             with failing_as(f"writing to {self._folder.parent}"):
-                manifest = self._planning.ledger_of(layouts).write(self._folder, reports, self._entries)
+                if (ledger := self._planning.ledger_of(reports, layouts)) is None:
+                    return None
+                manifest = ledger.write(self._folder, reports, self._entries)
                 verify_files(self._folder, manifest, "size")
                 return commit(manifest)
 
-        def record(reports_of_ranks: Sequence[WriteReport]) -> Place | None:
+        def record_as_before(reports_of_ranks: Sequence[WriteReport]) -> Place | None:
             reports.extend(reports_of_ranks)
-            return commit_with([]) if self._planning.recorded(reports) else None
+            return record()
 
         try:
-            committed = self._ranks.agree(f"writing step {step}", write, record, deciding=committing)
+            folder = self._ranks.agree(f"writing step {step}", write, record_as_before, deciding=committing)
         finally:
             if self._staging is not None:
                 remove(self._staging)
-        if committed is not None:
-            return committed
-        return self._ranks.agree(f"recording step {step}", lambda: layout[0], commit_with, deciding=committing)
+        if folder is None:
+            folder = self._ranks.agree(f"recording step {step}", lambda: layout[0], record, deciding=committing)
+        assert folder is not None
+        return folder
 
     def _describe(self, par: Checkpointable, optimizer: Optimizers | None, later: bool) -> Described:
         model = model_state(par.module, {group[0] for group in par.layout.tied})
@@ -242,5 +245,5 @@ class Saving:
     def _write_to(self, folder: Place) -> list[WrittenFile]:
         if self._ready is not None:
             self._ready.synchronize()
-        rank, how = self._ranks.rank, self._settings
-        return write_parts(folder, rank, self._parts, how.threads, how.checksum, how.on_write)
+        rank, parts, how = self._ranks.rank, self._parts, self._settings
+        return write_parts(folder, rank, parts, threads=how.threads, checksum=how.checksum, on_write=how.on_write)

@@ -27,7 +27,8 @@ from meshpar.state.averaging import Averaged
 from meshpar.state.full import BLOCKS, place_optimizer_state
 from meshpar.tensors.placements import local_tensor, placed_like, sharded_axes
 
-Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]  # one, or several of different parameters
+NamedOptimizers = Mapping[str, torch.optim.Optimizer]  # of different parameters
+Optimizers = torch.optim.Optimizer | NamedOptimizers
 OptimizerGroup = tuple[str, str, int]  # the name and the class of the optimizer, and the group's position there
 # How a step is computed, not what is computed: the running optimizer keeps its own.
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
@@ -179,9 +180,7 @@ def averaged_tensors(averages: Mapping[str, Averaged], name_of: Callable[[str], 
     }
 
 
-def parameters_of(
-    optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]
-) -> list[tuple[torch.optim.Optimizer, Tensor]]:
+def parameters_of(optimizers: NamedOptimizers, names: Mapping[int, str]) -> list[tuple[torch.optim.Optimizer, Tensor]]:
     """Return each parameter with its optimizer; raises CheckpointError if one is not in ``names``, or has two."""
     parameters = [
         (optimizer, parameter)
