@@ -154,7 +154,7 @@ def write_gguf(src: PlaceLike | TypedSource, dst: PlaceLike, options: ExportOpti
     architecture = _architecture(config or {})
     assert config is not None
     laid_out = WeightMap(tuple(architecture.rules(config))).view(source)
-    names = _names(library, architecture, config, laid_out.shapes())
+    names = _names(library, architecture.name, config, laid_out.shapes())
     kinds = _kinds(library, names, laid_out.shapes(), kind, options.high)
     writer = library.GGUFWriter(None, architecture.name)
     _write_keys(library, writer, config, kind)
@@ -239,17 +239,15 @@ def _write_keys(library: ModuleType, writer: Any, config: Mapping[str, Any], kin
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
-def _names(
-    library: ModuleType, architecture: Architecture, config: Mapping[str, Any], shapes: Mapping[str, Any]
-) -> dict[str, str]:
+def _names(library: ModuleType, architecture: str, config: Mapping[str, Any], shapes: Shapes) -> dict[str, str]:
     """Return llama.cpp's name of each tensor by transformers' name."""
-    number = next(number for number, name in library.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    number = next(number for number, name in library.MODEL_ARCH_NAMES.items() if name == architecture)
     table = library.get_tensor_name_map(number, _size(config, "num_hidden_layers", "n_layer"))
     weights = [name for name in shapes if not name.endswith(_NOT_WEIGHTS)]
     new_names = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in weights}
     if lost := [name for name, new in new_names.items() if new is None]:
         raise CheckpointError(
-            f"GGUF: llama.cpp's {architecture.name} has no place for {len(lost)} tensors: {', '.join(lost[:3])}"
+            f"GGUF: llama.cpp's {architecture} has no place for {len(lost)} tensors: {', '.join(lost[:3])}"
         )
     return new_names
 

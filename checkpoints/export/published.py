@@ -57,9 +57,7 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1
 class StoredModel:
     """The model's tensors of a checkpoint by the module's names, with the values of an average where it has them."""
 
-    def __init__(
-        self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]], averaged: str | None = None
-    ) -> None:
+    def __init__(self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]], averaged: str | None) -> None:
         self._source = source
         saved = in_order(name for name in source.tensors if name.startswith(MODEL))
         self._names = {clean_name(name.removeprefix(MODEL)): name for name in saved}

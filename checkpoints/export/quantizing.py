@@ -123,11 +123,7 @@ def fitting(patterns: Sequence[str], modules: Mapping[str, object]) -> set[str]:
 
 @final
 class Quantized:
-    """A published model's tensors, its linear weights (two dims, ``*.weight``) quantised.
-
-    ``dtype``: of the scales and of the other floating-point tensors. ``high``: patterns of modules whose weights also
-    stay. ``checked``: compare the stored bytes of a weight with their checksum before it is quantised.
-    """
+    """A published model's tensors, its linear weights (two dims, ``*.weight``) quantised but for those of ``high``."""
 
     def __init__(
         self, source: TypedSource, scheme: Scheme, dtype: torch.dtype | None, high: Sequence[str], *, checked: bool

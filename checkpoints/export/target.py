@@ -44,10 +44,7 @@ def free_target(dst: PlaceLike, *, overwrite: bool) -> Place:
 
 
 def make_whole(target: Place, *, overwrite: bool) -> AbstractContextManager[Place]:
-    """Yield a new folder that becomes ``target``, from :func:`free_target`, if the block succeeds.
-
-    Raises CheckpointError instead of any OSError of the block, or if another process exports to ``target``.
-    """
+    """Yield a new folder that becomes ``target`` if the block succeeds, of which every OSError is a CheckpointError."""
     return _way(target).whole(overwrite=overwrite)
 
 

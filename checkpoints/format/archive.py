@@ -156,10 +156,7 @@ class _Slice(io.RawIOBase):
 
 
 def find_tensor(file: Readable, position: int, length: int, shape: tuple[int, ...]) -> tuple[Box, int | None]:
-    """Find the payload of an archive without reading it; return it, and its CRC-32 (None if torch computed none).
-
-    Raises CheckpointError unless this is a complete archive of one contiguous little-endian tensor of ``shape``.
-    """
+    """Find the payload of an archive without reading it; return it, and its CRC-32 (None if torch computed none)."""
     try:
         if position < 0 or position + length > file.size:
             raise CheckpointError(f"it ends at byte {position + length}, and the file ends at {file.size}")

@@ -14,6 +14,7 @@ from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError, StoreError
 
 Verify = Literal["none", "size", "full"]
+_NamedPart = tuple[str, SavedPart]
 
 
 def verify_files(folder: PlaceLike, manifest: Manifest, level: Verify, names: Iterable[str] | None = None) -> None:
@@ -49,10 +50,7 @@ def verify_files(folder: PlaceLike, manifest: Manifest, level: Verify, names: It
 def open_verified(
     folder: Place, manifest: Manifest, level: Verify, names: Iterable[str] | None = None, *, whole: bool = True
 ) -> DistributedCheckpoint:
-    """Return a step's tensors after :func:`verify_files`, to be compared with their checksums while they are read.
-
-    Raises CheckpointError also if torch's metadata and the manifest disagree. Not ``whole``: ``"full"`` reads none now.
-    """
+    """Return a step's tensors after :func:`verify_files`; not ``whole``: the caller verifies what ``"full"`` asks."""
     verify_files(folder, manifest, level if whole or level != "full" else "size", names)
     source = DistributedCheckpoint(manifest.files_in(folder), checked=level != "none", sums=Sums(manifest))
     _raise_for(folder, list(_disagreements(source, manifest) if level != "none" else ()))
@@ -96,7 +94,7 @@ def _chunks(manifest: Manifest) -> Iterator[tuple[str, SavedPart]]:
 
 
 def _problems(
-    path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[str, SavedPart]], sums: Sums | None, *, full: bool
+    path: Place, expected: Mapping[str, Any], parts: Iterable[_NamedPart], sums: Sums | None, *, full: bool
 ) -> Iterator[str]:
     try:
         size = path.size()
@@ -116,7 +114,7 @@ def _problems(
 
 
 def _differing(
-    file: Readable, expected: Mapping[str, Any], parts: list[tuple[str, SavedPart]], sums: Sums | None
+    file: Readable, expected: Mapping[str, Any], parts: list[_NamedPart], sums: Sums | None
 ) -> Iterator[str]:
     """Yield the differences in one file, which is read once."""
     run, position, whole, differs = file.run(0, file.size), 0, 0, False

@@ -123,9 +123,7 @@ def metadata_bytes(groups: Iterable[Group], parts: Iterable[tuple[str, SavedPart
     """Return ``.metadata``, from which torch reads a checkpoint, by each name of a tied tensor (``tied``: to saved)."""
     described: dict[str, Any] = {}
     for group in groups:
-        chunks = [
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes in group.boxes
-        ]
+        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in group.boxes]
         properties, size = TensorProperties(dtype=group.dtype), torch.Size(group.shape)
         # one list of parts for all that are divided alike
         described |= {name: TensorStorageMetadata(properties, size, chunks) for name in group.names}
@@ -167,9 +165,8 @@ def whole(shapes: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> list[Gr
 def check_written(groups: Iterable[Group], parts: Sequence[tuple[str, SavedPart]]) -> None:
     """Raise CheckpointError unless every planned part was written once, with its shape and all its bytes."""
     written = {(name, part.offsets): part for name, part in parts}
-    problems = [
-        f"{name} at {part.offsets} was written twice" for name, part in parts if written[name, part.offsets] is not part
-    ]
+    twice = [(name, part.offsets) for name, part in parts if written[name, part.offsets] is not part]
+    problems = [f"{name} at {offsets} was written twice" for name, offsets in twice]
     for group in groups:
         for offsets, sizes in group.boxes:
             size = math.prod(sizes) * group.dtype.itemsize

@@ -39,10 +39,7 @@ class Background:
     def start(
         self, stage: Callable[[], None], finish: Callable[[], object], *, trains: bool, module: nn.Module, what: str
     ) -> None:
-        """Run ``stage``, for which optimizers' steps, moves and loads of ``module`` wait, then ``finish``.
-
-        Without an optimizer (``trains``) this call waits for ``stage``. ``what``: the save in messages.
-        """
+        """Run ``stage``, for which optimizers' steps (this call: not ``trains``) and moves wait, then ``finish``."""
         self.wait()
         read = reads_of(module).begin(what, beside=True)
         self._loads = loads_wait(module)
@@ -127,9 +124,7 @@ _SAMPLES = 64  # elements of a part, about
 
 @final
 class Stager:
-    """Host memory for the parts of one save, reused by the next one: a slab that is pinned for those of a device, and
-    one for those on the host, from which ``threads`` copy: one core does not reach the memory's bandwidth.
-    """
+    """Host memory for the parts of one save, reused by the next one: pinned for those of a device."""
 
     def __init__(self, threads: int = 2) -> None:
         self._threads = threads
@@ -169,9 +164,7 @@ class Stager:
 
 @final
 class PartSamples:
-    """Some bytes of each part (``parts``: a tensor a device), and torch's count of its changes in place, by which
-    :meth:`written` tells whether it was written. Nothing waits for a device when they are taken.
-    """
+    """Some bytes of each part, a tensor a device, and its count of changes, to know later whether it was written."""
 
     def __init__(self, parts: Sequence[TensorPart], wholes: Sequence[Tensor] = ()) -> None:
         by_device: dict[torch.device, list[int]] = {}

@@ -95,11 +95,7 @@ class Planning:
         describe: Callable[[], Described],
         settle: Callable[[Agreed, Sequence[Mapping[str, Any]], Sequence[Any]], None],
     ) -> list[tuple[Alike, Sequence[int]]]:
-        """Return the parts that this rank writes; collective.
-
-        ``describe`` is called on every rank, and ``settle`` on rank 0, with the division, the optimizer's tables and
-        the ``rank_extra`` of all ranks. ``step``: in errors.
-        """
+        """Return the parts that this rank writes; on rank 0 ``settle`` gets the division. Collective."""
         described: list[Described] = []
         extras: list[Any] = []
 
@@ -224,10 +220,7 @@ def parts_of(share: Iterable[tuple[Alike, Sequence[int]]], tensors: Mapping[str,
 
 
 def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
-    """Divide the parts of all ranks so that each is written once, and ranks write about as many bytes.
-
-    Return the groups, and each rank's share; raises CheckpointError for parts that are missing or do not fit together.
-    """
+    """Divide the parts of all ranks so that each is written once; return the groups, and each rank's equal share."""
     loads = [0] * len(said)
     shares: list[list[list[int]]] = [[[] for _ in boxes_of_rank] for boxes_of_rank in said]
     groups, work = [], []

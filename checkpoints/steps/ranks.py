@@ -21,10 +21,7 @@ _BOTH_WAYS = 2.5
 
 @final
 class SavingRanks:
-    """The ranks that save and restore together, by messages of their own along a tree. Collective.
-
-    ``broken``: communication failed in a step; the next step needs new ones.
-    """
+    """The ranks that save and restore together, by messages along a tree; once ``broken``, new ones are needed."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
@@ -34,10 +31,7 @@ class SavingRanks:
         self._branch, self.broken = branch_of(self.rank, self.size), False
 
     def agree(self, step: str, act: Callable[[], T], decide: Callable[[list[T]], R], *, deciding: str = "") -> R:
-        """Run ``act`` on every rank, then ``decide`` on rank 0 with all results; every rank returns its decision.
-
-        ``deciding``: the step in errors of ``decide``.
-        """
+        """Run ``act`` on every rank, then ``decide`` on rank 0 with all results; every rank returns its decision."""
         outcome, interrupt = _attempt(self.rank, act)
         interrupts = [interrupt]
 

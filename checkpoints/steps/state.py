@@ -246,10 +246,8 @@ def restore_optimizer(
     renamed: Mapping[str, str],
     stored: Mapping[str, Stored],
 ) -> list[tuple[str, Tensor]]:
-    """Set the options of optimizers from a checkpoint's table, and return its names with the tensor to read each into.
-
-    Parameters without state in the checkpoint, or with state of another class of optimizer, have none afterwards.
-    """
+    """Set the options of optimizers from a checkpoint's table; return its names with the tensor to read each into."""
+    # parameters without state in the checkpoint, or with state of another class of optimizer, have none afterwards
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     wanted: list[tuple[str, Tensor]] = []
     options, classes = options_by_parameter(table), class_by_parameter(table)

@@ -31,14 +31,11 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 @final
 class WrittenBehind:
-    """Write a new file from front to back; the disk takes bytes while later ones are written.
-
-    ``expected_bytes`` are reserved until :meth:`finish`: finding room page by page is a sixth of the CPU time (ext4).
-    """
+    """Write a new file from front to back; the disk takes bytes while later ones are written."""
 
     def __init__(self, descriptor: int, expected_bytes: int = 0) -> None:
         self._descriptor, self._written, self._begun = descriptor, 0, 0
-        if expected_bytes > 0:
+        if expected_bytes > 0:  # finding room page by page is a sixth of the CPU time (ext4)
             reserve(descriptor, expected_bytes)
 
     def write(self, data: Any) -> None:  # noqa: ANN401 - bytes, or memory
