@@ -31,7 +31,7 @@ from meshpar import testing
 from meshpar.checkpoints import CheckpointManager, verify_step
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import read_manifest
-from meshpar.checkpoints.steps import commit as removal
+from meshpar.checkpoints.steps import steps as removal
 from meshpar.checkpoints.storage import objects
 from meshpar.checkpoints.storage.place import Place, place
 from meshpar.core.errors import CheckpointError
