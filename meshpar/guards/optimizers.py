@@ -26,15 +26,12 @@ class Optimizers(Guard):
     def __init__(self, guarded: Guarded) -> None:
         self._stages = bool(guarded.resolved.divided(Role.LAYERS))
         self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._replaced = {
-            id(parameter): reference for reference in guarded.replaced if (parameter := reference()) is not None
-        }
+        self._replaced = guarded.replaced
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        # the number of an object that is gone may be another's
-        references = ((parameter, self._replaced.get(id(parameter))) for parameter in parameters)
-        if old := sum(reference is not None and reference() is parameter for parameter, reference in references):
+        ids, replaced = set(map(id, parameters)), (reference() for reference in self._replaced)
+        if old := sum(id(parameter) in ids for parameter in replaced if parameter is not None):
             raise MeshparError(
                 f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no "
                 "longer has, so it would train nothing; build the optimizer after plan.apply, from "

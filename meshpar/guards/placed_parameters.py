@@ -56,17 +56,13 @@ class PlacedParameters(Guard):
         self.parameters = tuple(self._module.parameters())
         self._names = {name: id(value) for name, value in self._module.named_parameters(remove_duplicate=False)}
 
-    def _now(self) -> list[object]:
+    def _now(self) -> tuple[list[Any], ...]:
         """Return the class, parameters and children of each module, by identity: every forward asks for them."""
-        identities = list[object]()
-        for child, _ in self._held:
-            identities.append(type(child))
-            if parameters := child._parameters:
-                identities += parameters
-                identities += map(id, parameters.values())
-            if children := child._modules:
-                identities += map(id, children.values())
-        return identities
+        children = [child for child, _ in self._held]
+        tables = [table for child in children for table in (child._parameters, child._modules)]
+        identities = map(id, itertools.chain.from_iterable(map(dict.values, tables)))
+        names = itertools.chain.from_iterable(tables)
+        return [type(child) for child in children], list(map(len, tables)), list(names), list(identities)
 
     def _check(self) -> None:
         """Refuse parameters other than the plan's. Loading with ``assign=True`` hands units other ones."""

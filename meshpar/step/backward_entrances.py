@@ -5,6 +5,7 @@ its own nodes. (Hooks on saved tensors cost more, replace a user's, and hide cha
 
 from __future__ import annotations
 
+import math
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,25 +93,25 @@ class Entrances:
         """Look through the graph of a backward from ``roots``; return the outermost runs that it reaches."""
         if not self._known():
             return []
-        numbers, owners, exits = self._numbers, self._owners, self._exits
+        # A node's owner is mostly that of the node before it: only others are looked up.
+        numbers, owners, exits = [-1, *self._numbers, math.inf], [None, *self._owners], self._exits
         seen: set[Any] = set()
         reached: set[UnitRun] = set()
-        stack: list[tuple[UnitRun | None, Sequence[tuple[Any, int]]]] = [(None, [(node, 0) for node in _nodes(roots)])]
-        while stack:
-            here, edges = stack.pop()
+        waiting: list[tuple[int, Sequence[tuple[Any, int]]]] = [(0, [(node, 0) for node in _nodes(roots)])]
+        for here, edges in waiting:
             for node, _ in edges:
                 if node is None:
                     continue
                 number = node._sequence_nr()
-                index = bisect_right(numbers, number) - 1
-                owner = owners[index] if index >= 0 else None
-                if owner is not here and owner is not None:
+                index = here if numbers[here] <= number < numbers[here + 1] else bisect_right(numbers, number) - 1
+                owner = owners[index]
+                if owner is not None and owner is not owners[here]:
                     reached.add(owner)
                     if number not in exits and number not in self._hooked:
                         self._hook(node, number, owner.unit)
                 if node not in seen:
                     seen.add(node)
-                    stack.append((owner, node.next_functions))
+                    waiting.append((index, node.next_functions))
         for run in list(reached):
             around = run.around
             while around is not None:
