@@ -207,19 +207,14 @@ def connecting_lazily() -> Iterator[None]:
             os.environ.pop(_LAZILY, None)
 
 
-def _need_address() -> None:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise LaunchError(
-            f"RANK and WORLD_SIZE are set but {missing} are not; start the job with torchrun, or set them"
-        )
-
-
 def meeting_store(name: str, *, timeout_s: float) -> dist.Store:
     """Return an own connection, with own keys, to the launcher's store. Every rank calls it equally often."""
     if not launched():
         raise LaunchError("no launcher connects the ranks; start with meshpar run, torchrun or srun")
-    _need_address()
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise LaunchError(
+            f"RANK and WORLD_SIZE are set but {missing} are not; start the job with torchrun, or set them"
+        )
     address, port = os.environ["MASTER_ADDR"], number("MASTER_PORT", 0)
     if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _server(address, port)
