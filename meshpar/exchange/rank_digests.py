@@ -63,15 +63,10 @@ def check_replicas(state: Mapping[str, Tensor], held: MeshSpec, *, other_names: 
     has = dict[str, list[bool]]()
     if other_names:
         tensors, split, has = _of_all_ranks(tensors, split)
-    groups = {
-        name: [
-            hash(
-                (tuple(coordinates[axis] for axis in axes if axis in coordinates), *has.get(name, ())[rank : rank + 1])
-            )
-            for rank, coordinates in enumerate(places)
-        ]
-        for name, axes in split.items()
-    }
+    groups = dict[str, list[int]]()
+    for name, axes in split.items():
+        parts = [tuple(coordinates[axis] for axis in axes if axis in coordinates) for coordinates in places]
+        groups[name] = [hash((part, *has.get(name, ())[rank : rank + 1])) for rank, part in enumerate(parts)]
     check_equal(tensors, groups, "parameters or buffers")
 
 

@@ -67,10 +67,9 @@ class ModuleOnMesh:
         """
         ranks: dict[tuple[int, ...], list[int]] = {}
         for rank in range(dist.get_world_size()):
-            coordinates = self.spec.coordinates(rank)
-            ranks.setdefault(tuple(coordinates[axis] for axis in coordinates if axis not in self.data_axes), []).append(
-                rank
-            )
+            coordinates = self.spec.coordinates(rank).items()
+            elsewhere = tuple(index for axis, index in coordinates if axis not in self.data_axes)
+            ranks.setdefault(elsewhere, []).append(rank)
         self.run.agree("par.data_group")
         group, _ = dist.new_subgroups_by_enumeration(list(ranks.values()))
         share_timeout([group])
@@ -137,9 +136,8 @@ class ModuleOnMesh:
         tensors = with_positions(batch, dim)
         own_positions = torch.arange(tensors[0].shape[dim])
         for splitter, axis in self._splitters:
-            own_positions = own_positions[
-                positions(splitter, len(own_positions), axis, self.spec.axes[axis], self._place[axis])
-            ]
+            size, index = self.spec.axes[axis], self._place[axis]
+            own_positions = own_positions[positions(splitter, len(own_positions), axis, size, index)]
         if dim == 1:
             self.run.lengths.add(len(own_positions))
         part = selected(batch, own_positions, dim)
