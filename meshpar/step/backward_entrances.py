@@ -109,9 +109,9 @@ class Entrances:
                     reached.add(owner)
                     if number not in exits and number not in self._hooked:
                         self._hook(node, number, owner.unit)
-                if node not in seen:
+                if node not in seen and (inputs := node.next_functions):
                     seen.add(node)
-                    waiting.append((index, node.next_functions))
+                    waiting.append((index, inputs))
         for run in list(reached):
             around = run.around
             while around is not None:
