@@ -84,16 +84,7 @@ def run_with(
     head: nn.Module | None,
     compute: Callable[[Step, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    """Run ``model`` with what ``compute`` makes of hidden states in place of its logits, and return that.
-
-    Args:
-        model, inputs, labels_BL, head: as for :func:`chunked_token_loss`.
-        compute: receives what the head does with logits after its product, hidden states (N, D), and the head's weight
-            and bias.
-
-    Raises:
-        MeshparError: as for :func:`chunked_token_loss`.
-    """
+    """Return what ``compute`` makes of hidden states (N, D) while ``model`` runs, in place of its logits."""
     losses, head = list[Tensor](), head or head_of(model)
     if isinstance(head, StandIn):
         model(**inputs)  # ends with the stage
@@ -113,12 +104,7 @@ def run_with(
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """Return the module that makes the logits: what transformers' models call their output embeddings, or the layout
-    its ``head``.
-
-    Raises:
-        MeshparError: neither names one.
-    """
+    """Return the module that makes the logits, which the model or its layout names."""
     ask: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     output = ask() if callable(ask) else None
     if output is None:
@@ -134,15 +120,10 @@ def head_of(model: nn.Module) -> nn.Module:
 
 
 def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
-    """Return the chunk for a batch: 0 (all logits at once) where these are small, or where chunks are not known to be
-    exact.
+    """Return the chunk for a batch: 0 (all logits at once) where these are small, or chunks not known to be exact.
 
-    Chunks make the gradient of the head's weight (V, D) in float32 while the model still runs forward, and hold about
-    ten bytes for each of a chunk's logits; the whole logits (N, V) and what becomes of them take eight bytes each. So
-    they pay where N is well above D.
-
-    Chunks are exact where the layout names the head whose output the model returns, nobody replaced the model's
-    forward, and no pass casts the output. Nothing runs, and nothing is read from a device.
+    Chunks hold the gradient of the head's weight (V, D) in float32 and ten bytes for each of a chunk's logits; whole
+    logits (N, V) take sixteen bytes each. So chunks pay where N is well above D.
     """
     positions, layout = batch["labels"].numel(), layout_of(model)
     head = dict(model.named_modules()).get(layout.head) if layout.head else None
@@ -190,11 +171,7 @@ def _in_place_of_logits(
 
 
 def around_the_product(head: nn.Module) -> tuple[Step, Step]:
-    """Return what a head does before and after its one matrix product.
-
-    Raises:
-        MeshparError: it does something else.
-    """
+    """Return what a head does before and after its one matrix product."""
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and own_forward(head) is None:
         record = installed(head)
         if record is None or record.forward is None:
@@ -268,11 +245,7 @@ class _Chunked(torch.autograd.Function):
 
 @final
 class Gradients:
-    """Gradients of hidden states, weight and bias (of those that are trained), of which chunks give their parts.
-
-    Those of weight and bias are sums over chunks, in float32 at least: in half precision each chunk's would be rounded
-    to the size of the sum.
-    """
+    """Sums over chunks of the gradients of hidden states, weight and bias; those of parameters in float32 or wider."""
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> None:
         self._inputs = (hidden_ND, weight_VD)

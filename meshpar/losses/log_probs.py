@@ -167,9 +167,7 @@ def _here(labels_n: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _values(scores_nV: Tensor, labels_n: Tensor, first: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the label's log-probability, the largest score, the logarithm of the sum of exponentials of the scores
-    less that, and the entropy, (4, n); overwrites scores.
-    """
+    """Return log-probability, largest score, log of the sum of exponentials, entropy: (4, n); overwrites scores."""
     top_n = scores_nV.amax(-1)
     if group is not None:
         dist.all_reduce(top_n, dist.ReduceOp.MAX, group)

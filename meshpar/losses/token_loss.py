@@ -25,12 +25,7 @@ Found = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
 @final
 class Totals:
-    """The sums over the micro-batches of a step: of their losses, and of the values that are reported beside them.
-
-    Attributes:
-        loss: the sum of the losses, a scalar without gradient.
-        values: name -> sum; empty where the losses come alone.
-    """
+    """The sums over the micro-batches of a step: of their losses, and by name of the values reported with them."""
 
     def __init__(self, device: torch.device) -> None:
         self.loss, self.values = torch.zeros((), device=device), dict[str, torch.Tensor]()
@@ -113,11 +108,10 @@ def token_loss(
 
 @contextmanager
 def token_losses() -> Iterator[list[torch.Tensor]]:
-    """Collect the loss of every token that :func:`token_loss` and :func:`meshpar.chunked_token_loss` sum up meanwhile.
+    """Collect the loss of every token that losses sum up meanwhile, (N,) float32 each, 0 where a label does not count.
 
     Yields:
-        A list of (N,) float32 tensors without gradient, one for each call, or for each chunk, in their order; 0 where a
-        label does not count. They are cross entropies, without a ``z_loss``. An outer block collects them too.
+        One tensor without gradient for each call or chunk, without a ``z_loss``. An outer block collects them, too.
     """
     losses: list[torch.Tensor] = []
     token = _collected.set(losses)
@@ -140,11 +134,7 @@ def _summed(losses_N: torch.Tensor) -> torch.Tensor:
 
 
 def reduction_of(reduction: str, labels: torch.Tensor, ignore_index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes of the sum over tokens what ``reduction`` says.
-
-    Raises:
-        MeshparError: neither ``"sum"`` nor ``"mean"``.
-    """
+    """Return what makes of the sum over tokens what ``reduction`` says."""
     if reduction not in ("sum", "mean"):
         raise MeshparError(f"reduction={reduction!r} is not known; use 'sum', or 'mean' over the tokens that count")
     return lambda total: total if reduction == "sum" else total / (labels != ignore_index).sum()
@@ -164,11 +154,7 @@ def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int, z_l
 
 
 class _TokenLoss(torch.autograd.Function):
-    """Cross entropy that keeps the logits as they are, and makes of them what it needs a few rows at a time.
-
-    Beside the logits there is then only their gradient, in their dtype; ``F.cross_entropy(logits.float())`` keeps all
-    logarithms of probabilities, in float32, and needs two more of that size in backward.
-    """
+    """Cross entropy that takes rows in turn: large are the logits and their gradient, in their dtype, alone."""
 
     @staticmethod
     def forward(

@@ -35,11 +35,7 @@ def all_parameters(module: nn.Module) -> list[Tensor]:
 
 
 def first_covering(patterns: Sequence[str], module: nn.Module, what: str) -> dict[int, str]:
-    """Return by ``id`` of a parameter the first of ``patterns`` that covers one of its names.
-
-    Raises:
-        MeshparError: one covers no parameter of the model, also none of other ranks; ``what`` it is.
-    """
+    """Return by ``id`` of a parameter the first of ``patterns`` that covers a name of it; each must cover one."""
     covered = dict[int, str]()
     every = [*module.named_parameters(remove_duplicate=False), *tensors_elsewhere(run_of(module)).items()]
     for pattern in reversed(patterns):

@@ -1,6 +1,4 @@
-"""Values that the host reads from a device in the middle of a forward: beside other work, and once, also where a
-block is recomputed.
-"""
+"""Values that the host reads from a device in a forward: on their own stream, and once where blocks are recomputed."""
 
 from __future__ import annotations
 
@@ -21,22 +19,14 @@ T = TypeVar("T")
 
 
 def begin_read(start: Callable[[], Callable[[], T]]) -> Callable[[], T]:
-    """Start to read values, and return a function that waits for them.
-
-    A block that is recomputed does neither: it gets what its forward read. What ``start`` and the function compute
-    leaves no trace in selective recomputation, which expects the same operators each time.
-    """
+    """Start to read values, and return a function that waits for them; a recomputation gets what its forward read."""
     tape = _TAPE.get()
     return start() if tape is None else tape.begin_read(start)
 
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[Callable[[Tensor], Callable[[], Tensor]]]:
-    """Compute beside what is queued on the current stream of ``device`` from here on.
-
-    Yields:
-        A function that starts to copy a tensor to the host, and returns one that waits for this copy alone.
-    """
+    """Compute on a stream of its own; yield what starts to copy a tensor to the host and returns a wait for it."""
     if runtime.on_host(device):
         yield lambda values: lambda: values
         return

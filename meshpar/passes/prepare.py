@@ -15,9 +15,7 @@ from meshpar.passes.data.whole_parameters import keep_unpacked
 
 
 def prepare(module: nn.Module, resolved: Resolved, meshes: Mapping[MeshSpec, DeviceMesh]) -> None:
-    """Let batch norm compute statistics of the whole batch, once where blocks are recomputed, and keep recurrent
-    layers' weights apart, as passes replace them.
-    """
+    """Let batch norm see the whole batch, once where blocks are recomputed; keep recurrent layers' weights apart."""
     if resolved.averaged or any(pass_.stage == Stage.RECOMPUTE for pass_ in resolved.passes):
         synchronize_batch_norm(module, meshes[resolved.held], resolved.averaged)
     keep_unpacked(module)

@@ -40,12 +40,7 @@ itself, and what crosses the network."""
 @final
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """A fact: the blocks whose forward runs once more in backward.
-
-    Attributes:
-        blocks: these blocks.
-        selective: a recomputation uses results that the forward kept, which torch lets one backward do.
-    """
+    """A fact: the blocks whose forward runs once more in backward; if ``selective``, torch lets one backward do so."""
 
     blocks: Sequence[nn.Module]
     selective: bool

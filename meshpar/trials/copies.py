@@ -1,12 +1,8 @@
-"""Copies of a user's model, or of a block of it, on which trials compute: the state of the model itself is not touched.
+"""Copies of a user's model, or of a block of it, on which trials compute: the model's own state is not touched.
 
-What a module holds is copied, however deep: attributes, lists, counters, generators, buffers and what functions in its
-attributes hold in closures. Shared with the original is what is outside of it: classes, globals, other modules, process
-groups, and objects of torch, transformers and meshpar. Parameters are the caller's to replace. A user's hooks are left
-out. What cannot be copied, such as an iterator, a file or a lock, is named before anything runs.
-
-The copying is pickle's, in memory: ``persistent_id`` answers for what is shared or replaced, ``reducer_override`` for
-modules, functions and methods, which pickle would write by name.
+What a module holds is copied, however deep, by pickle in memory; what is outside of it, and objects of torch,
+transformers and meshpar, is shared. Hooks of the user's are left out. What cannot be copied is named before anything
+runs.
 """
 
 from __future__ import annotations
@@ -49,17 +45,9 @@ class CannotCopy(RuntimeError):
 
 
 def copy_block(block: nn.Module, replaced: Mapping[Tensor, Tensor], values: Any) -> tuple[Any, Any]:
-    """Return a copy of a block, in evaluation mode and with torch's own hooks alone, and one of ``values``.
+    """Return a copy of a block, in evaluation mode, with torch's hooks alone, and one of ``values``; :func:`free` it.
 
-    :func:`free` it after use.
-
-    Args:
-        block: any module, also one that FSDP2 shards.
-        replaced: what the copy has in the place of parameters and other tensors; a parameter that is absent is shared.
-        values: what the block is called with, which may refer to what it holds.
-
-    Raises:
-        CannotCopy: says why.
+    ``replaced`` has what the copy holds in the place of tensors; parameters that are absent are shared.
     """
     by_id = {id(tensor): instead for tensor, instead in replaced.items()}
     return _copy((block, values), by_id, {id(module) for module in block.modules()})
@@ -73,13 +61,9 @@ def free(copied: nn.Module) -> None:
 
 @contextmanager
 def copied_state(module: nn.Module, values: Any) -> Iterator[Any]:
-    """Let a module, and all in it, work on a copy of its state in the ``with`` block; yield a copy of ``values``.
+    """Let a module, and all in it, work on a copy of its state meanwhile; yield a copy of ``values``.
 
-    Parameters, and hooks that are not a user's, stay: FSDP2 gathers as it does. The module's own state is a dictionary
-    that nothing reaches meanwhile.
-
-    Raises:
-        CannotCopy: before anything is changed; says why.
+    Parameters, and hooks that are not a user's, stay: FSDP2 gathers as it does. CannotCopy comes before any change.
     """
     children, replaced = list(module.modules()), dict[int, Any]()
     states = [vars(child) for child in children]
@@ -199,10 +183,7 @@ class _StateReader(pickle.Unpickler):
 
 @final
 class _StateWriter(pickle.Pickler):
-    """Writes values down, but for those that copies share or replace, which have numbers in a table.
-
-    ``replaced`` has what a copy has instead of a value by its ``id``, ``inside`` the ids of the modules to copy.
-    """
+    """Writes values, and by number those that copies share or have replaced; ``inside``: ids of modules to copy."""
 
     def __init__(self, file: io.BytesIO, replaced: Mapping[int, Any], inside: set[int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

@@ -1,28 +1,13 @@
-"""The engine of trials: what a pass divides computes what the author wrote, found out before anybody trusts it.
+"""The engine of trials: whether what a pass divides computes what the author wrote, before anybody trusts it.
 
-Names cannot tell whether code survives a split: it may take a standard deviation over features, mix positions, choose
-among all experts, or let documents see each other. So a trial computes both, and compares. There are four: of features
-(``split``), of positions (``positions``), of experts (``experts``), and of documents (``meshpar.training.documents``).
-Each says what it records and what must be equal; the rest is here, in ``copies`` and in ``gathered_reads``.
-
-1. **Record.** The first forward is the user's own, and it runs once. Hooks keep copies of what one block of each kind
-   is called with: its first samples where inputs are large. Experts are tried on noise of the same shapes, positions on
-   the beginning of the first batch, documents on a few tokens.
-2. **Compute.** Nothing runs on the state of the user's module. A block is copied (``copies.copy_block``): attributes,
-   buffers and what functions hold are the copy's, parameters are fresh leaves, hooks are left out. One copy computes as
-   its author wrote it, with whole weights, each gathered while it is read, so that no rank holds a whole block
-   (``gathered_reads``). The other computes as the passes left it, with this rank's parts. Both are in evaluation mode
-   and in float32 or wider, start from the same random states, and get noise as the gradients that come. They are made
-   when they are tried, of the block as it is then: a forward or an attribute that somebody replaced after
-   ``plan.apply`` is in them, so that what is tried is what trains. What needs the whole model (positions, documents,
-   ``par.verify``, which finds the inputs of blocks) runs it on a copy of its state (``copies.copied_state``), because
-   FSDP2 gathers by hooks.
-3. **Compare.** Outputs and gradients, each joined over the ranks or cut to this rank's part, relative to the largest
-   value; the narrowest dtype in which a model computes decides how far they may be off.
-4. **Agree.** A rank never raises alone: whether a block could not be copied, failed or ran out of memory is exchanged
-   first, and every rank of the axis goes the same way.
-5. **Report.** A difference is an error that names the module, its size and the remedy. What could not be tried is named
-   in a warning: a block that cannot be copied, or that does not run unsplit.
+1. **Record** what the first forward calls one block of each kind with; experts are tried on noise, positions on the
+   beginning of the first batch.
+2. **Compute** on copies (``copies``), in float32 or wider: one as its author wrote it, with whole weights, gathered one
+   at a time (``gathered_reads``), and one as the passes left it, with noise as the gradients that come. What needs the
+   whole model runs on a copy of its state, because FSDP2 gathers by hooks.
+3. **Compare** outputs and gradients, relative to the largest value.
+4. **Agree**: ranks exchange errors first, and go the same way.
+5. **Report** a difference as an error with its remedy, and what could not be tried in a warning.
 
 ``plan.prove`` uses the same engine without processes: each rank of the axis is a thread with a copy of the model.
 """
@@ -99,11 +84,7 @@ NOTHING = Verification(modules={}, differences=(), skipped={}, seconds=0.0)
 
 
 def report(verification: Verification) -> Verification:
-    """Return a verification that found nothing; log what could not be tried.
-
-    Raises:
-        ParallelError: naming the modules, the size of the differences and what to look at.
-    """
+    """Return a verification that found nothing; log what could not be tried; raise for differences."""
     for name, why in verification.skipped.items():
         log.warning("the split of %s was not verified: %s", name or "the model", why)
     if verification.differences:
@@ -200,12 +181,7 @@ def call_with(module: nn.Module, batch: object) -> Any:
 
 @contextmanager
 def as_evaluated(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[set[torch.dtype]]:
-    """Let a module run without random numbers, recomputation and compiled blocks.
-
-    Yields:
-        The dtypes in which it computes: those of its parameters, float8 where products have it, and, as it runs, those
-        of what ``blocks`` are called with.
-    """
+    """Let a module run without random numbers, recomputation and compiled blocks; yield the dtypes it computes in."""
     modules = list(module.modules())
     training = [child for child in modules if child.training]
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
@@ -252,9 +228,7 @@ def noise(shape: Sequence[int], seed: int) -> Tensor:
 
 
 def measure(want: Tensor, have: Tensor, floor: float = 0.0) -> float:
-    """Return the largest difference over the largest value, or over ``floor`` where that is larger; infinity for other
-    shapes and what is not a number.
-    """
+    """Return the largest difference over the largest value (at least ``floor``); infinity for NaN and other shapes."""
     if want.shape != have.shape:
         return float("inf")
     if not want.numel():

@@ -1,8 +1,6 @@
-"""The trial of experts: ranks compute, each by its own experts, what all experts compute, on rows of noise.
+"""The trial of experts: ranks compute by their own experts what all experts compute, on noise: no zero hides anything.
 
-Tokens, weights and parameters are noise, so that no zero hides anything; of very large modules it has fewer experts.
-Outputs are compared, and the gradients of hidden states and weights: in float32, but on an accelerator in the dtypes
-that came. In training a module that draws random numbers is not compared.
+Outputs are compared, and the gradients of hidden states and weights: on a CPU in float32, else in the dtypes given.
 """
 
 from __future__ import annotations
@@ -83,13 +81,7 @@ class ExpertsTest:
 
     @eager
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare what all experts compute with what the ranks compute by theirs, if the call is the first of its mode.
-
-        Raises:
-            ParallelError: on every rank of the group.
-
-        Collective: every rank of the group calls the module.
-        """
+        """Compare all experts with each rank's, before the first call of each mode. Every rank calls it."""
         modes = sorted(self._untried & {False, module.training})
         if not modes:
             return
@@ -152,11 +144,7 @@ class ExpertsTest:
     def _results(
         self, call: Chosen, bound: inspect.BoundArguments, draws: _Draws, *, training: bool
     ) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return outputs and gradients by all experts and by each rank's; None where a module's own are not comparable.
-
-        Raises:
-            ParallelError: the module does not run on noise.
-        """
+        """Return outputs and gradients by all experts and by each rank's; None where a module's are not comparable."""
         compute = partial(call.compute, bound)
         try:
             want, *again = (draws.run(partial(compute, draws.parameters)) for _ in range(1 + training))
@@ -183,14 +171,7 @@ class ExpertsTest:
 
 @final
 class _Draws:
-    """Noise in the shapes of a call, whose tokens choose ``slots`` experts.
-
-    Attributes:
-        count: number of experts of each rank.
-        parameters: of all ranks' experts, by name.
-        part: of this rank's experts.
-        widened: everything is in float32 or wider.
-    """
+    """Noise in the shapes of a call, whose tokens choose ``slots`` of ``count`` experts of each rank."""
 
     def __init__(
         self, call: Chosen, parameters: Mapping[str, Tensor], hidden: Tensor, weights: Tensor, slots: int, group: Any

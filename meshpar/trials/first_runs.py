@@ -19,15 +19,7 @@ from meshpar.trials.split import SplitTest, split_test
 
 @final
 class FirstRuns(Moment):
-    """The tests that wait for a forward of one module.
-
-    Args:
-        guarded: the module.
-
-    Attributes:
-        split: compares split blocks with unsplit ones, in the first forward whose gradients are wanted.
-        mixing: runs the first forward on other batches, too.
-    """
+    """The tests that wait for the first forwards of one module: of split blocks, and of other batches."""
 
     def __init__(self, guarded: Guarded) -> None:
         module, resolved, self._units = guarded.module, guarded.resolved, guarded.units

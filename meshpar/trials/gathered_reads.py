@@ -1,6 +1,4 @@
-"""Parameters that are whole while a block reads them, of which each rank holds its part: each read gathers one, and
-backward gathers it again, so that no rank holds a whole block.
-"""
+"""Parameters of which each rank holds its part: each read gathers one, and backward does so again."""
 
 from __future__ import annotations
 
@@ -50,11 +48,9 @@ class _WholeRead(torch.autograd.Function):
 
 @final
 class WholeReads:
-    """Reads of parameters by ranks of the tensor axis, which hold a part of each and read together.
+    """Reads of whole parameters by ranks of the tensor axis, which read together.
 
-    Attributes:
-        cuts: the parts, each with its cut.
-        failed_elsewhere: the code with which another rank of the axis failed, as a read found; else 0.
+    ``cuts`` has the parts, each with its cut; ``failed_elsewhere`` the code with which another rank failed, or 0.
     """
 
     def __init__(self, context: Context) -> None:

@@ -1,8 +1,7 @@
 """The trial of a split of positions: the beginning of the first batch, whole on every rank and split over the ranks.
 
-The model runs twice without gradients, on copies of its state: whole, as it was written, and split. Where the results
-differ, a copy of a block of each kind runs once more with attention cut, so that no position sees another, and one
-position made NaN: the module that brings a NaN to another position is named.
+Where the results differ, a copy of a block of each kind runs with attention cut and one position NaN: the module that
+brings a NaN to another position is named.
 """
 
 from __future__ import annotations
@@ -53,13 +52,7 @@ class MixingTest:
 
     @torch.no_grad()
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Compare the beginning of a batch, of which this rank has a part, split and whole.
-
-        Raises:
-            ParallelError: on every rank of the axis; names the module that mixes positions, where it is found.
-
-        Collective: every rank calls it.
-        """
+        """Compare the beginning of a batch, of which this rank has a part, split and whole. Every rank calls it."""
         length = _length((args, kwargs), 2)
         if length is None:
             return

@@ -1,6 +1,4 @@
-"""Trying a split without processes: each rank of the axis is a thread with a copy of the module, and numbers are
-real.
-"""
+"""Trying a split without processes: each rank of the axis is a thread with a copy of the module."""
 
 from __future__ import annotations
 
@@ -28,20 +26,7 @@ Install = Callable[[nn.Module, Any, Any, int], Context | None]
 def prove(
     module: nn.Module, install: Install, axis: str, size: int, blocks: Sequence[str], batch: object, *, plan_text: str
 ) -> Verification:
-    """Split copies of ``module`` for ``size`` ranks of ``axis`` and try one block of each kind on ``batch``.
-
-    Args:
-        module: with values, on the CPU, of which ``size`` copies are made.
-        install: splits one copy.
-        axis: the axis's name.
-        size: its number of ranks.
-        blocks: names of the repeated blocks.
-        batch: as :meth:`meshpar.Parallelized.verify` takes it.
-        plan_text: how messages call the plan.
-
-    Raises:
-        Whatever a rank raises first.
-    """
+    """Split copies of ``module``, on the CPU, for ``size`` ranks of ``axis``, and try a block of each kind."""
     with runtime.simulated(size), ExitStack() as stack:
         mesh = torch.distributed.init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
         meeting = Meeting(size)

@@ -1,6 +1,4 @@
-"""A test of an optimizer's rule: whether the step of one parameter is the same whether others are stepped or not, which
-makes it exact where each rank has some of the parameters.
-"""
+"""A test of an optimizer's rule: whether the step of one parameter is the same whether others are stepped or not."""
 
 from __future__ import annotations
 
@@ -17,12 +15,7 @@ _TRIALS = 3
 
 
 def check_separable(optimizer: torch.optim.Optimizer) -> None:
-    """Check on small tensors that an optimizer's step of a parameter does not depend on other parameters; those of
-    torch and of meshpar are known.
-
-    Raises:
-        MeshparError: it does, or the optimizer cannot be tried.
-    """
+    """Refuse an optimizer whose step of a parameter depends on others, tried on small tensors unless it is known."""
     kind, lbfgs = type(optimizer), isinstance(optimizer, torch.optim.LBFGS)
     if kind.__module__.startswith(("torch.optim.", "meshpar.optim.")) and not lbfgs:
         return

@@ -56,9 +56,7 @@ _SHORTER = "compare it on a shorter batch by par.verify(batch), or by plan.prove
 @final
 @dataclass(slots=True)
 class _Inputs:
-    """What the first call of a block got, or why that was not kept, its dropout masks, and what it returned: None where
-    that depends on random numbers or on other samples, which copies do without.
-    """
+    """What the first call of a block got, or why not, its dropout masks, and outputs that copies can reproduce."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -82,10 +80,7 @@ class _Inputs:
 
 @final
 class SplitTest:
-    """Tries one block of each kind of a split module.
-
-    ``whole`` returns a parameter's whole value by its name; ``kept`` puts back what copies share, around each run.
-    """
+    """Tries one block of each kind of a split module; ``kept`` puts back what copies share, around each run."""
 
     def __init__(
         self,
@@ -105,10 +100,7 @@ class SplitTest:
     # Record
 
     def eagerly(self) -> AbstractContextManager[None]:
-        """Run the chosen blocks as they are written, so that hooks on compiled ones do not have them compiled again.
-
-        A forward and its backward belong inside together: a recomputation must do what the forward did.
-        """
+        """Run the chosen blocks uncompiled; a forward and its backward belong inside together."""
         return uncompiled(self._units.values())
 
     @contextmanager
@@ -126,11 +118,7 @@ class SplitTest:
             yield
 
     def returned(self, output: object) -> None:
-        """Remember which trained tensors of the module's output are a rank's part, and are not said to be one by being
-        a DTensor.
-
-        Collective over the tensor axis.
-        """
+        """Remember which trained outputs are a rank's part and no DTensor. Every rank of the axis calls it."""
         self._returned.clear()
         for number, leaf in enumerate(leaves(output)):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.requires_grad and leaf.numel():
@@ -160,10 +148,7 @@ class SplitTest:
         return before, after
 
     def _short(self, args: Any, kwargs: Any, *, whole: bool) -> _Inputs:
-        """Return a copy of a block's inputs, of their first samples if they are large.
-
-        Collective over the tensor axis, whose ranks may have parts of different lengths.
-        """
+        """Return a copy of a block's inputs, or of their first samples. Every rank of the axis calls it."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         rows = next((len(tensor) for tensor in tensors if tensor.ndim > 1), 1)
         samples = sum(tensor.numel() for tensor in tensors if tensor.ndim > 1 and len(tensor) == rows)
@@ -195,10 +180,7 @@ class SplitTest:
         return device_of(self._module)
 
     def run(self) -> Verification:
-        """Try the blocks that were watched.
-
-        Collective: the ranks of the tensor axis, and those that share its parameters, call it.
-        """
+        """Try the watched blocks. The ranks of the tensor axis, and those that share its parameters, call it."""
         start, tried, skipped = time.perf_counter(), dict[str, float](), dict[str, str]()
         differences = [*self._returned]
         for name in sorted(self._inputs):
@@ -269,12 +251,7 @@ class SplitTest:
     def _run_whole(
         self, name: str, parts: Mapping[str, Tensor], cuts: Mapping[str, Cut | None], inputs: _Inputs
     ) -> tuple[int, str, tuple[list[Tensor], list[Tensor], dict[str, Tensor]]]:
-        """Run a block as it was written.
-
-        Returns:
-            0, or how it failed, the same on all ranks of the axis; why it failed on this one; the outputs, the
-            gradients given to them, and those of parameters and inputs: of a split parameter this rank's part.
-        """
+        """Run a block as it was written: return an error's code, the same on all ranks, its text, and the results."""
         expected, cotangents, gradients, code, failure = list[Tensor](), list[Tensor](), dict[str, Tensor](), 0, ""
         unit, whole_inputs, reads = self._units[name], self._gathered(name, inputs), WholeReads(self._context)
         # around the backward, too, in which a model may recompute
@@ -418,9 +395,7 @@ def _part_for(like: Tensor, part: Tensor) -> Tensor:
 
 
 def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]) -> Iterator[str]:
-    """Yield the modules to try: one block of each kind, embeddings and heads beside them, or the model where other
-    styles stand outside. A stage cannot run the model: there its blocks, embeddings and heads are tried.
-    """
+    """Yield one block of each kind, embeddings and heads, or the model if other styles stand outside and it can run."""
 
     def contains(outer: str, inner: str) -> bool:
         return inner == outer or inner.startswith(f"{outer}.")

@@ -75,9 +75,7 @@ class Chosen:
 
 @final
 class InOrder(Chosen):
-    """How experts are called with rows in their order: the number of each expert's, or equally many, most of them
-    zeros.
-    """
+    """How experts are called with rows in their order, and with each expert's number of rows, or equally many."""
 
     def __init__(self, name: str, module: nn.Module, routing: Routing) -> None:
         super().__init__(name, module, routing)
@@ -124,9 +122,7 @@ def rows_in_order(arguments: Mapping[Any, Any], count: int) -> tuple[Tensor, Ten
 
 
 def by_all_ranks(compute: Inner, call: Chosen, count: int, group: Any) -> Inner:
-    """Return ``compute``, which has the experts of this rank, for rows that chose from the ``count`` experts of all
-    ranks.
-    """
+    """Return ``compute`` by this rank's experts, for rows that chose from the ``count`` experts of all ranks."""
     routing = call.routing
 
     def divided(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -142,11 +138,7 @@ def by_all_ranks(compute: Inner, call: Chosen, count: int, group: Any) -> Inner:
 
 
 def _inputs(name: str, module: nn.Module, given: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return under which names a call got hidden states, chosen experts and weights.
-
-    Raises:
-        ParallelError: a call of another interface; on all ranks alike, as they run the same code.
-    """
+    """Return under which names a call got hidden states, chosen experts and weights."""
     tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
     floats = [key for key, tensor in tensors.items() if tensor.is_floating_point()]
     numbers = [key for key, tensor in tensors.items() if not tensor.is_floating_point() and tensor.dtype != torch.bool]

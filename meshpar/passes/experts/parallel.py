@@ -1,7 +1,6 @@
 """ExpertParallel: each rank of an axis holds whole experts, and tokens travel to the experts that they chose and back.
 
-Expert parallelism of GShard (arXiv 2006.16668, section 3) without a capacity: the ranks send one another as many rows
-as were chosen (arXiv 2211.15841), so that nothing is dropped and the result is that of one process.
+GShard's (arXiv 2006.16668, section 3) without a capacity: ranks send as many rows as were chosen (arXiv 2211.15841).
 """
 
 from __future__ import annotations

@@ -21,11 +21,7 @@ INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, t
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Decide by values of tensors how many rows go where.
-
-    Attributes:
-        skew: rows of the busiest rank relative to equal routing, for who assumes.
-    """
+    """Decide by values of tensors how many rows go where; ``skew`` is for simulated ranks."""
 
     skew: float = 1.0
 
@@ -38,15 +34,10 @@ class Routing:
         return begin_read(lambda: lambda: _listed(torch.bincount(numbers, minlength=held)))()
 
     def exchanged(self, counts: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int]]:
-        """Return how many rows go to each rank, how many come from each, and how many of each rank's choices are no
-        expert.
+        """Return how many rows go to each rank, come from each, and how many of each rank's choices are no expert.
 
-        Args:
-            counts: in host memory, (2, ranks, experts of a rank + 1): how many rows of this rank chose each rank's
-                experts, and how many of each rank's rows chose the experts of this rank; the last number of each is how
-                many chose no expert.
-            rows: rows of this rank.
-            rank: this rank.
+        ``counts``, on the host, is (2, ranks, experts of a rank + 1): this rank's rows by expert, and the rows of each
+        rank by this rank's experts; the last number is that of choices of no expert.
         """
         sent, received = counts[:, :, :-1].sum(2).tolist()
         return sent, received, counts[1, :, -1].tolist()
@@ -84,29 +75,11 @@ class Assumed(Routing):
 def by_experts(
     run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, count: int, group: Any, routing: Routing
 ) -> Tensor:
-    """Compute each token by the experts that it chose, which the ranks of ``group`` hold in consecutive equal parts.
+    """Return for each of this rank's tokens (..., D) the sum over its experts, which ``group`` holds in equal parts.
 
-    The host waits once: the ranks' counts decide how many rows arrive. An accelerator exchanges them on a stream of
-    their own, and its host waits for that alone. A recomputed block knows them.
-
-    Args:
-        run: computes (R, D) rows by this rank's experts, numbered from 0: (R, 1) int64, with weights (R, 1). Returns
-            (R, D).
-        hidden: this rank's tokens, (..., D).
-        chosen: each token's experts, (..., K) integers from 0 to ``count`` - 1.
-        weights: their weights, (..., K).
-        count: experts of all ranks.
-        group: process group of the axis.
-        routing: reads the values that decide where rows go.
-
-    Returns:
-        Each token's sum over its experts, (..., D).
-
-    Raises:
-        ParallelError: weights or chosen experts of another shape; on every rank, if one chose an expert that does not
-            exist.
-
-    Collective: every rank of ``group`` calls it, also one without tokens.
+    The host waits once, for the exchange of counts on a stream of its own. ``run`` computes (R, D) rows by this rank's
+    experts, numbered from 0: (R, 1) int64, with weights (R, 1). Every rank calls it, also one without tokens; all raise
+    if one chose an expert that does not exist.
     """
     x, expert = hidden.reshape(-1, hidden.shape[-1]), chosen.reshape(-1).long()
     refuse_shapes(hidden, chosen, weights)
@@ -152,11 +125,7 @@ def _listed(numbers: Tensor) -> list[int]:
 
 
 def _begin_count(expert: Tensor, count: int, group: Any) -> Callable[[], Tensor]:
-    """Start to exchange how many rows chose each expert, and return what waits for them; see :meth:`Routing.exchanged`.
-
-    Beside its counts each rank sends how many of its choices are no expert, so that all ranks raise, instead of one
-    while others wait.
-    """
+    """Start to exchange how many rows chose each expert, or none: then all ranks raise; return what waits for them."""
     size, held = group.size(), count // group.size()
     with beside(expert.device) as to_host:
         known = (expert >= 0) & (expert < count)

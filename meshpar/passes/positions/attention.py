@@ -1,6 +1,4 @@
-"""Attention that a plan can split by positions: what a model calls instead of ``scaled_dot_product_attention`` and
-``is_causal``.
-"""
+"""Attention that a plan can split by positions: what a model calls in place of ``scaled_dot_product_attention``."""
 
 from __future__ import annotations
 
@@ -33,15 +31,13 @@ _TILE = 128
 @final
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which positions each query sees, made piece by piece where the whole would be a matrix of the sequence's length
-    squared.
+    """Which positions each query sees, made in pieces where the whole would be (length, length).
 
     Attributes:
         documents: (B or 1, L) int64, the number of each position's document.
         window: number of positions that a query sees; None: all of its document.
         dtype: of a mask that is added to the scores; None: bool.
-        blocks: the same as torch's BlockMask of this rank's queries, where flex attention serves the device; None:
-            elsewhere.
+        blocks: torch's BlockMask of this rank's queries, for flex attention; None where it does not serve the device.
     """
 
     documents: Tensor
@@ -110,9 +106,7 @@ def attention_mask(
 
 
 def documents(position_ids: Tensor) -> Tensor:
-    """Return the number of each position's document in its row, (B, L) int64, from whole rows of ``position_ids``
-    (B, L).
-    """
+    """Return the number of each position's document in its row, (B, L) int64, of whole ``position_ids`` (B, L)."""
     begins = F.pad((position_ids[:, 1:] != position_ids[:, :-1] + 1).long(), (1, 0))
     return begins.cumsum(1)
 
@@ -120,9 +114,7 @@ def documents(position_ids: Tensor) -> Tensor:
 def causal_mask(
     documents: Tensor, exchange: Exchange | None, *, window: int | None = None, causal: bool = True
 ) -> Tensor:
-    """Return the mask of :func:`attention_mask` for whole rows of ``documents`` (B, L); not ``causal``: later
-    positions, too.
-    """
+    """Return the mask of :func:`attention_mask` for whole rows of ``documents`` (B, L), or without causality."""
     length, device = documents.shape[1], documents.device
     whole = exchange is None or exchange.transport == "heads"
     queries = torch.arange(length, device=device) if exchange is None or whole else exchange.rows(length, device)
@@ -147,17 +139,9 @@ def added(sees: Tensor, dtype: torch.dtype) -> Tensor:
 
 # torch's, loaded where it is used
 def block_mask(documents: Tensor, queries: Tensor, window: int | None) -> Any:
-    """Return the mask of these queries as torch's BlockMask, from the first and the last position of each block of 128
-    x 128.
+    """Return the mask of these queries (M,) as torch's BlockMask, from the edges of each block of 128 x 128.
 
-    torch's ``create_block_mask`` would make the whole matrix of the sequence's length squared to find the blocks. Here
-    a block that no query sees is skipped; one that may have an edge of the mask is looked at pair by pair in the
-    kernel; the others are seen whole.
-
-    Args:
-        documents: (B or 1, L) int64, the number of each position's document, which grows along a row.
-        queries: (M,) int64, this rank's positions, in order.
-        window: number of positions that a query sees; None: all of its document.
+    torch's ``create_block_mask`` would make the whole (length, length) matrix to find the blocks.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

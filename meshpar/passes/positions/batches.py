@@ -13,11 +13,7 @@ from meshpar.tensors.pytrees import leaves
 
 
 def with_positions(batch: object, dim: int) -> list[Tensor]:
-    """Return the tensors of a batch that have the dimension of positions, all of one length.
-
-    Raises:
-        MeshparError: they have different lengths, or there is none.
-    """
+    """Return the tensors of a batch that have the dimension of positions, all of one length."""
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > dim]
     lengths = sorted({tensor.shape[dim] for tensor in tensors})
     if len(lengths) != 1:
@@ -28,11 +24,7 @@ def with_positions(batch: object, dim: int) -> list[Tensor]:
 
 
 def positions(splitter: Pass, length: int, axis: str, size: int, place: int) -> Tensor:
-    """Return the positions, of ``length`` ones, that a pass gives to the rank at ``place`` of an axis.
-
-    Raises:
-        MeshparError: the axis does not divide the length.
-    """
+    """Return the positions, of ``length`` ones, that a pass gives to the rank at ``place`` of an axis."""
     if length % size:
         raise MeshparError(f"{axis}={size} does not divide {length} positions; pad the batch to a multiple of {size}")
     return splitter.positions(length, size, place)

@@ -1,9 +1,7 @@
 """How the ranks of an axis exchange positions: which of them each rank holds, and attention over all of them.
 
-Two transports. ``gather``: every rank gets the keys and values of all positions and attends with its own queries; their
-gradients are summed and scattered (as in Llama 3's training, arXiv 2407.21783, section 3.3.2). ``heads``: ranks
-exchange positions for heads before attention and back after it, so that each attends over all positions with a part of
-the heads (DeepSpeed-Ulysses, arXiv 2309.14509).
+``gather``: each rank gets all keys and values, and attends with its queries (Llama 3, arXiv 2407.21783, 3.3.2).
+``heads``: ranks exchange positions for heads around attention (DeepSpeed-Ulysses, arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -29,12 +27,7 @@ BLOCK = 1024
 
 
 def runs(length: int, size: int, rank: int, *, balance: bool) -> list[range]:
-    """Return the positions of one rank as runs of consecutive ones.
-
-    Under causal attention a late position costs more than an early one. Balanced, the sequence is cut into 2 x ``size``
-    pieces, and each rank gets one from the head and its mirror image from the tail; where they do not divide, the ranks
-    get consecutive parts.
-    """
+    """Return one rank's positions as runs of consecutive ones, a piece of the head and its mirror image if balanced."""
     if balance and length % (2 * size) == 0:
         piece = length // (2 * size)
         return [range(place * piece, (place + 1) * piece) for place in (rank, 2 * size - 1 - rank)]
@@ -48,11 +41,6 @@ class Exchange:
     """The exchange of positions over one axis, from one rank's side.
 
     Attributes:
-        group: the axis's process group.
-        size: number of its ranks.
-        rank: this one.
-        transport: ``gather`` or ``heads``.
-        balance: give each rank a piece of the head and one of the tail.
         cut: not empty: attention lets no position see another, for the test of what else mixes positions.
         alone: not empty: a rank has the whole sequence for a while, and nothing is exchanged.
         as_written: make a model that is split by an adapter compute as it was written, for a while.
@@ -72,16 +60,12 @@ class Exchange:
         return runs(length, self.size, self.rank if rank is None else rank, balance=self.balance)
 
     def rows(self, length: int, device: torch.device, rank: int | None = None) -> Tensor:
-        """Return the positions of this rank, or of another, in a whole sequence of ``length``: (``length`` /
-        ``size``) int64.
-        """
+        """Return the positions of this rank, or of another, in a sequence of ``length``: (``length`` / size,) int64."""
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs(length, rank)])
 
     @contextmanager
     def unsplit(self) -> Iterator[None]:
-        """Let the model, or a module of it, compute on whole sequences, which every rank has, as it does without a
-        plan.
-        """
+        """Let a module compute on whole sequences, which every rank has, as it does without a plan."""
         with ExitStack() as stack:
             self.alone.append(True)
             stack.callback(self.alone.clear)
@@ -94,9 +78,7 @@ class Exchange:
         return _all_gather(x.detach(), 0, self.group)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order; gradients are summed over
-        the axis.
-        """
+        """Return the ranks' parts of ``x`` joined along ``dim`` in order; gradients are summed over the axis."""
         return _Whole.apply(x, dim, self)
 
     def values(self, x: Tensor, dim: int) -> Tensor:
@@ -106,17 +88,10 @@ class Exchange:
     def attend(
         self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces | None, *, causal: bool = True
     ) -> Tensor:
-        """Attend over the whole sequence with this rank's queries.
+        """Attend over the whole sequence with this rank's q (B, H, M, C), k and v (B, G, M, C).
 
-        Args:
-            inner: attends with ``q`` (B, H, M, C), ``k`` and ``v`` (B, G, N, C) and a mask (B or 1, 1, M, N); returns
-                (B, H, M, C).
-            q: this rank's queries, (B, H, M, C).
-            k: this rank's keys, (B, G, M, C).
-            v: this rank's values, (B, G, M, C).
-            mask: from :func:`meshpar.attention_mask`: of this rank's queries, (B or 1, 1, M, N), for ``heads`` of all
-                queries; or what makes pieces of it.
-            causal: no query sees a later position, so that keys after the last query need not be looked at.
+        ``inner`` attends with q, all keys and values (B, G, N, C) and a mask (B or 1, 1, M, N). ``mask`` is that of
+        this rank's queries, for ``heads`` of all queries, or makes pieces of it.
         """
         rows = q.shape[2] if self.transport == "gather" else q.shape[2] * self.size
         if mask is None or (isinstance(mask, Tensor) and mask.shape[-2:] != (rows, q.shape[2] * self.size)):
@@ -193,17 +168,8 @@ def run_by_run(
 ) -> Tensor:
     """Attend with runs of consecutive queries, each with the keys that it may see.
 
-    Where the mask is made piece by piece, at most :data:`BLOCK` queries attend at a time, and their scores and mask are
-    made once more for backward, so that no matrix of the sequence's length squared is ever held.
-
-    Args:
-        inner: as for :meth:`Exchange.attend`.
-        q: the queries of all runs, (B, H, M, C).
-        k: the keys of all positions, (B, G, N, C).
-        v: their values, (B, G, N, C).
-        mask: (B or 1, 1, M, N), or what makes the mask of a run and of the first keys.
-        queries: the runs, as positions in the sequence.
-        causal: no query sees a later key.
+    A mask that makes pieces has at most :data:`BLOCK` queries attend at a time, recomputed in backward, so that no
+    (length, length) matrix is ever held.
     """
     if not isinstance(mask, Tensor) and not callable(mask):  # blocks of all queries, for a kernel that holds no scores
         return inner(q, k, v, mask)

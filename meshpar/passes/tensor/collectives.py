@@ -1,9 +1,6 @@
 """Collectives over one mesh axis that autograd knows, in pairs: what one does forward the other does backward.
 
-The f and g operators of Megatron-LM (arXiv 1909.08053, section 3) and their sequence-parallel forms (arXiv 2205.05198,
-section 4). They run on local tensors, in eager mode and under ``torch.compile``. Each one's backward is its partner,
-not the bare collective, so that gradients of gradients are exact, too. On a :class:`SimulatedGroup` the ranks are
-threads of one process.
+The f and g operators of Megatron-LM (arXiv 1909.08053, section 3; sequence-parallel: arXiv 2205.05198, section 4).
 """
 
 from __future__ import annotations
@@ -25,12 +22,7 @@ from meshpar.passes.data.gloo_collectives import swaps, to_the_other
 
 @final
 class Meeting:
-    """Where the threads of ``size`` simulated ranks hand each other tensors.
-
-    Args:
-        size: number of ranks.
-        timeout_s: seconds after which a rank that waits for another gives up.
-    """
+    """Where the threads of ``size`` simulated ranks hand each other tensors; one that waits too long gives up."""
 
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         self.size = size
@@ -38,11 +30,7 @@ class Meeting:
         self._given: list[Any] = [None] * size
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
-        """Hand in ``value`` and return what every rank handed in.
-
-        Raises:
-            threading.BrokenBarrierError: a rank failed, or did not come in time.
-        """
+        """Hand in ``value`` and return what every rank handed in; BrokenBarrierError where one failed."""
         self._given[rank] = value
         self._barrier.wait()
         everything = list(self._given)
@@ -56,9 +44,7 @@ class Meeting:
 
 @final
 class SimulatedGroup:
-    """One rank's process group on a :class:`Meeting`; the collectives of :mod:`meshpar.passes.tensor.collectives`
-    know it.
-    """
+    """One rank's process group on a :class:`Meeting`, which the collectives below know."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
@@ -95,12 +81,7 @@ def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy_weight(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``x``, a parameter that every rank holds whole and sees a part of the data with; its gradient is summed
-    over the axis.
-
-    The sum is made in float32 or wider, whatever the parameter's dtype: it is small, and nothing is gained by rounding
-    it.
-    """
+    """Return a parameter that every rank holds whole; its gradient is summed over the axis, in float32 or wider."""
     return _CopyWeight.apply(x, group)
 
 
@@ -120,11 +101,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_replicated(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the last dim's shards joined to ``size`` features, for a use that is the same on every rank; each keeps
-    its own gradient.
-
-    The shards are torch's chunks of ``size``: the last one may be short.
-    """
+    """Return the last dim's chunks joined to ``size`` features, for a use that is the same on every rank."""
     return _GatherReplicated.apply(x, size, group)
 
 
@@ -134,11 +111,9 @@ def split_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def regroup(weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's slice of each of ``parts`` equal parts that stand fused along ``dim``, from contiguous shards
-    of the whole.
+    """Return this rank's slice of each of ``parts`` equal parts that stand fused along ``dim``, from contiguous shards.
 
-    A fused [q | k | v] stored as plain contiguous shards becomes [q_r | k_r | v_r] on rank r by one all-to-all of the
-    weight; the gradient goes back the same way.
+    A fused [q | k | v] stored as plain contiguous shards becomes [q_r | k_r | v_r] on rank r by one all-to-all.
     """
     return _Regroup.apply(weight, parts, dim, group)
 
@@ -323,9 +298,7 @@ def _by_owner(runs: list[tuple[int, int]]) -> list[int]:
 
 @cache
 def runs_of(rows: int, ranks: int, parts: int, rank: int) -> list[tuple[int, int]]:
-    """Return the lengths and the owners of the runs of ``rank``'s rows when ``parts`` fused parts are split one by
-    one.
-    """
+    """Return lengths and owners of the runs of ``rank``'s rows when ``parts`` fused parts are split one by one."""
     width = rows // parts  # rows of one part that one rank owns, in sequence
     runs, begin, end = [], rows * rank, rows * (rank + 1)
     while begin < end:

@@ -26,11 +26,7 @@ SEQUENCE_DIM = 1
 
 
 class Arrivals:
-    """The modules to which the ranks of an axis come together.
-
-    Args:
-        always: look each time on a CPU; False: the first times.
-    """
+    """The modules to which the ranks of an axis come together; ``always``: checked each time on a CPU."""
 
     def __init__(self, *, always: bool) -> None:
         self._always, self._looks = always, Looks(always=always)
@@ -68,19 +64,12 @@ class Context:
     """The context that all styles of one application share.
 
     Attributes:
-        mesh: the tensor axis, 1-D.
-        group: what the collectives run on.
         rank: this rank's place on the axis.
         root: the outermost module.
-        sequence_parallel: activations between regions are split along the sequence.
-        loss_parallel: the head leaves its logits split over the vocabulary.
         random: random state, which follows the split; None where nothing is drawn.
         arrivals: whether ranks run the same modules; None where that is not looked at.
         inputs: keyword names under which a region may receive its hidden states.
-        placed: id of a parameter as it was, or as it is now -> references to both, so that tied ones stay tied; empty
-            after the pass.
-        regions: name -> the region that a module stands in.
-        styles: name -> style of every module that has one.
+        placed: id of a parameter before or after -> references to both, so that tied ones stay tied.
         joining: modules at whose end random state is the axis's shared one again.
         styled: the modules that have a style of their own.
     """
@@ -116,11 +105,7 @@ class Context:
             self.random.join()
 
     def join_after(self, name: str) -> None:
-        """Count activations as replicated after the region that has ``name``, or else after the module around
-        it.
-
-        So they do also where an error or a recomputation leaves that module early.
-        """
+        """Count activations as replicated after the region of ``name``, or the module around it, also on errors."""
         region = self.region_of(name)
         around = name.rpartition(".")[0] if region is None else region
         module: Any = self.root.get_submodule(around)
@@ -138,14 +123,7 @@ class Context:
         set_forward(module, forward)
 
     def arrive(self, name: str, x: Tensor) -> None:
-        """Check that all ranks of the axis come to the module called ``name``; under sequence parallelism each may
-        branch otherwise.
-
-        Collective over the axis, where anything is looked at.
-
-        Raises:
-            ParallelError: on every rank alike.
-        """
+        """Check that all ranks of the axis come to the module ``name``; under sequence parallelism each may branch."""
         if not (self.sequence_parallel and self.arrivals is not None) or torch.compiler.is_compiling() or in_backward():
             return
         self.arrivals.agree(name, x, self.group)
@@ -161,11 +139,7 @@ class Context:
         return gather_partial(x, SEQUENCE_DIM, group) if self.sequence_parallel else copy_to(x, group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Bring the axis's partial sums back to hidden states between the regions.
-
-        Raises:
-            PlanError: under sequence parallelism, a sequence length that the axis does not divide.
-        """
+        """Bring the axis's partial sums back to hidden states between the regions."""
         group = self.group
         if not self.sequence_parallel:
             return reduce_from(x, group)
@@ -173,11 +147,7 @@ class Context:
         return reduce_scatter(x, SEQUENCE_DIM, group)
 
     def positions_each(self, length: int) -> int:
-        """Return how many of a sequence's positions each rank has between the regions.
-
-        Raises:
-            PlanError: the axis does not divide the length.
-        """
+        """Return how many of a sequence's positions each rank has between the regions."""
         if length % self.size:
             raise PlanError(
                 [

@@ -163,9 +163,7 @@ class TensorParallel(Pass):
         return Installed(facts=[context])
 
     def split(self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int) -> Context:
-        """Split ``module`` in place as ``rank`` of ``axis`` holds it, with collectives on ``group``; return what its
-        styles share.
-        """
+        """Split ``module`` in place as ``rank`` of ``axis`` holds it, with collectives on ``group``."""
         return self._split(module, layout, axis, group, rank, None)
 
     def _split(

@@ -1,6 +1,4 @@
-"""Tensor-parallel styles for modules that use parameters of their own: experts, per-head vectors, feature-split
-tables.
-"""
+"""Tensor-parallel styles for modules with parameters of their own: experts, per-head vectors, feature-split tables."""
 
 from __future__ import annotations
 
@@ -34,14 +32,10 @@ class Parts(Style):
     """A module that computes with this rank's part of its own parameters.
 
     Attributes:
-        dims: name of a parameter of the module's own -> (dim that is split, how many equal parts stand fused along it).
-            A fused one is stored as plain contiguous shards, and regrouped in forward, so that a rank computes its
-            slice of each part.
+        dims: name of an own parameter -> (dim that is split, how many equal parts stand fused along it).
         added: names of parameters that are added to the partial sums (biases): each rank adds its share of the whole.
-        summed: names of parameters that every rank uses whole on its part of heads or features: their gradients are
-            summed.
-        sums: the module takes replicated inputs to partial sums (experts). Its inputs are prepared and its output is
-            reduced. Otherwise what is around its parameters has styles of its own (attention with per-head sinks).
+        summed: names of parameters used whole on a part of heads or features: their gradients are summed.
+        sums: the module takes replicated inputs to partial sums (experts); else what is around it has styles.
     """
 
     dims: Mapping[str, tuple[int, int]]
@@ -117,14 +111,10 @@ class Parts(Style):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts(Style):
-    """Experts in stacked parameters (experts, ...): each rank holds whole experts, and runs them on the tokens that
-    chose them.
+    """Experts in stacked parameters: each rank holds whole experts, and runs them on the tokens that chose them.
 
-    The forward takes (hidden states, chosen experts, their weights) and passes over a chosen number that is beyond the
-    held experts, as transformers' does. No parameter has to be regrouped, however its features are packed.
-
-    Attributes:
-        otherwise: how to split inside the experts where the axis does not divide their number.
+    The forward takes (hidden states, chosen experts, their weights) and skips numbers beyond its experts.
+    ``otherwise`` splits inside the experts where the axis does not divide their number.
     """
 
     otherwise: Parts | None = None
@@ -196,9 +186,7 @@ class Experts(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class FeatureTable(Style):
-    """An embedding split by features: each rank looks up a slice of every vector, and the slices are joined unless
-    ``gather`` is False.
-    """
+    """An embedding split by features: each rank looks up slices of vectors, joined unless ``gather`` is False."""
 
     gather: bool = True
 
@@ -257,11 +245,7 @@ class Shared(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class CopiedHeads(Style):
-    """A projection to fewer heads (keys, values) than ranks: it stays whole, and each rank computes the one head that
-    its queries share.
-
-    The gradients of the ranks that share a head, and of those that use others, are summed.
-    """
+    """A projection to fewer heads (keys, values) than ranks: whole on each rank, which computes one head with it."""
 
     heads: int
 

@@ -1,8 +1,6 @@
-"""Random state that follows the tensor-parallel axis.
+"""Random state that follows the tensor-parallel axis: ranks draw alike for replicated activations, else each its own.
 
-Where activations are replicated, every rank of the axis must draw the same dropout mask; where they are shards, each
-rank must draw its own. The second state is derived from the first at the moment of use, so there is one state to save,
-to restore and to replay under recomputation (Megatron-LM keeps a second tracked state instead).
+The second state is derived from the first when it is used, so there is one to save and to replay.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ _MASK = (1 << 63) - 1
 
 
 def mix(*numbers: int) -> int:
-    """Return one 63-bit seed made of several numbers (the finalizer of splitmix64, Steele et al. 2014, folded over
-    them).
-    """
+    """Return one 63-bit seed made of several numbers (the finalizer of splitmix64, Steele et al. 2014, folded)."""
     state = 0
     for number in numbers:
         state = (state + number + _GOLDEN) & ((1 << 64) - 1)
@@ -41,11 +37,7 @@ def mix(*numbers: int) -> int:
 
 
 def seed(device: torch.device, value: int) -> None:
-    """Seed the default generators of the host and of ``device``.
-
-    ``torch.manual_seed`` seeds every kind of device, and on a machine without one keeps each call with its stack for
-    later: 2 ms a call.
-    """
+    """Seed the default generators of the host and of ``device``; ``torch.manual_seed`` takes 2 ms without a GPU."""
     torch.default_generator.manual_seed(value)
     if not runtime.on_host(device):
         torch.get_device_module(device).manual_seed(value)
@@ -68,9 +60,7 @@ def draws_random(module: nn.Module) -> bool:
 
 
 def digest(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return a number for the state of a generator, ``device``'s default one, as a 0-dim int64 tensor there; waits
-    for nothing.
-    """
+    """Return a number for a generator's state, ``device``'s by default, 0-dim int64 there; waits for nothing."""
     return torch.tensor(zlib.crc32(bytes((generator or _generator(device)).get_state().tolist())), device=device)
 
 
@@ -97,9 +87,7 @@ class SplitState:
 
     @eager
     def part(self, device: torch.device, coordinate: int) -> None:
-        """Draw for a part from here on: switch ``device``'s default generator to a state of this ``coordinate``'s
-        own.
-        """
+        """Draw for a part from here on: give ``device``'s default generator a state of this ``coordinate``'s own."""
         if self._shared is None:
             self._device = device
             self._shared = _fork(device, coordinate)
@@ -133,12 +121,7 @@ class LossState:
 
     @eager
     def call(self, device: torch.device, stage: int, *, draws: bool, run: Callable[[], R]) -> R:
-        """Run the module's forward on ``stage``; if it draws random numbers, then its own, and the shared state goes on
-        by one draw on every stage.
-
-        Raises:
-            MeshparError: the model draws although nothing says so.
-        """
+        """Run the forward of ``stage``, which draws its own random numbers; all stages' state goes on by one draw."""
         before, split = states(device), SplitState()
         try:
             if draws:
@@ -156,11 +139,7 @@ class LossState:
 
     @eager
     def end(self, device: torch.device) -> None:
-        """End the loss of a micro-batch.
-
-        Raises:
-            MeshparError: it drew random numbers behind the module's call, which the other stages do not.
-        """
+        """End the loss of a micro-batch; refuse draws after the module's call, which other stages do not make."""
         if self._after is not None and not _equal(self._after, states(device)):
             raise MeshparError(
                 "loss draws random numbers after it has called the module, on the last stage of pp alone; draw them "

@@ -1,9 +1,7 @@
-"""The tensor-parallel styles: how one module computes when its features, or the rows of its vocabulary, live on several
-ranks.
+"""The tensor-parallel styles: how one module computes when its features or rows are split over ranks.
 
-Parameters that are split become DTensors on the tensor axis (so that sharding, checkpoints, clipping and optimizers
-know them); the arithmetic runs on their local tensors, with the collectives written out. Parameters that every rank
-keeps whole are DTensors, too. Follows Megatron-LM (arXiv 1909.08053; sequence parallelism: arXiv 2205.05198).
+Parameters become DTensors on the axis; the arithmetic runs on their local tensors, with the collectives written out.
+Follows Megatron-LM (arXiv 1909.08053; sequence parallelism: arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -97,11 +95,9 @@ def _with_scale(module: Any, lookup: Callable[[Tensor], Tensor]) -> Callable[[Te
 @final
 @dataclass(frozen=True, slots=True)
 class Region(Style):
-    """A module whose inside is split: one preparation of its input serves all projections in it.
+    """A module whose inside is split: its input is prepared once for all projections in it.
 
-    Attributes:
-        local: keyword names of inputs that hold this rank's heads already (a position bias that an earlier layer
-            computed).
+    ``local`` names keyword inputs that hold this rank's heads already (a position bias that an earlier layer computed).
     """
 
     local: tuple[str, ...] = ()
@@ -166,8 +162,7 @@ class Region(Style):
 class Colwise(Style):
     """A linear layer split by output features; ``parts`` > 1 where that many equal projections are fused.
 
-    ``gather`` says what becomes of the output: ``"no"`` (it stays split), ``"yes"`` (joined again), ``"loss"`` (joined
-    unless the plan asks for loss parallelism: the head over the vocabulary).
+    The output stays split by ``gather="no"``, is joined by ``"yes"``, and by ``"loss"`` unless the loss is parallel.
     """
 
     parts: int = 1
@@ -241,10 +236,7 @@ class Colwise(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class Rowwise(Style):
-    """A linear layer split by input features; the partial sums are reduced and the bias is added once.
-
-    ``split_input`` where the input comes whole, and each rank takes its features of it.
-    """
+    """A linear layer split by input features, reduced to a sum; ``split_input`` where the input comes whole."""
 
     split_input: bool = False
 
@@ -282,11 +274,7 @@ class Rowwise(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class Sequence(Style):
-    """A module that runs between the regions: under sequence parallelism on this rank's positions, otherwise as it is.
-
-    An embedding (of positions) looks up every position and keeps this rank's; other modules (norms) get theirs as
-    input.
-    """
+    """A module between the regions (norm, position embedding): under sequence parallelism on a rank's positions."""
 
     stands_alone = splits_positions = True
 
@@ -316,11 +304,7 @@ class GradSum(Style):
 
 
 def parse(text: Any) -> Style:
-    """Return the style that a layout's text names.
-
-    Raises:
-        ValueError: no such style.
-    """
+    """Return the style that a layout's text names; ValueError where there is none."""
     if isinstance(text, Style):
         return text
     if not isinstance(text, str):
