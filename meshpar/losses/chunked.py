@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -23,9 +22,7 @@ from meshpar.step.run import layout_of
 CHUNK = 1024
 """Positions whose logits are held at once, unless told: enough for a matrix product to run at its full speed."""
 LEAST = 256
-"""Positions of a chunk at least; otherwise it is an eighth of a batch, up to CHUNK, so that the memory is a
-fraction.
-"""
+"""Positions of a chunk at least; otherwise it is an eighth of a batch, up to CHUNK."""
 LARGE_LOGITS = 1 << 28
 """Bytes of logits in float32 from which chunks are worth it: 256 MiB."""
 
@@ -65,14 +62,17 @@ def chunked_token_loss(
     """
     if chunk < 0:
         raise MeshparError(f"chunk={chunk} must be 0 (all logits at once), or a number of positions")
-    how: dict[str, Any] = {"ignore_index": ignore_index, "z_loss": z_loss}
     if chunk == 0:
-        return token_loss(model(**inputs).logits, labels_BL, reduction=reduction, **how)
+        logits = model(**inputs).logits
+        return token_loss(logits, labels_BL, ignore_index=ignore_index, reduction=reduction, z_loss=z_loss)
     reduced = reduction_of(reduction, labels_BL, ignore_index)
 
-    def loss(finish: Step, hidden_ND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        wanted = torch.is_grad_enabled()
-        return _Chunked.apply(finish, wanted, chunk, how, labels_BL.flatten(), hidden_ND, weight, bias)
+    def loss(finish: Step, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        def of_chunk(logits_nV: Tensor, labels_n: Tensor) -> Tensor:
+            return token_loss(finish(logits_nV), labels_n, reduction="sum", ignore_index=ignore_index, z_loss=z_loss)
+
+        labels = labels_BL.flatten().split(chunk)
+        return _Chunked.apply(of_chunk, torch.is_grad_enabled(), labels, hidden_ND, weight_VD, bias_V)
 
     return reduced(run_with(model, inputs, labels_BL, head, loss))
 
@@ -89,7 +89,24 @@ def run_with(
     if isinstance(head, StandIn):
         model(**inputs)  # ends with the stage
         raise AssertionError("another stage has the head")
-    with _in_place_of_logits(head, labels_BL, compute, losses):
+    prepare, finish = around_the_product(head)
+
+    def forward(hidden: Tensor) -> Tensor:
+        if losses:
+            raise MeshparError(
+                "the head was called twice in one forward; its loss cannot be computed in chunks: use chunk=0"
+            )
+        hidden = prepare(hidden)
+        if hidden.shape[:-1] != labels_BL.shape:
+            raise MeshparError(
+                f"the head got hidden states of {tuple(hidden.shape[:-1])} for labels of {tuple(labels_BL.shape)}; "
+                "use chunk=0"
+            )
+        hidden, weight, bias = (_computed_with(tensor) for tensor in (hidden, head.weight, head.bias))
+        losses.append(compute(finish, hidden.flatten(0, -2), weight, bias))
+        return losses[0]
+
+    with in_place_of(head, forward):
         output = model(**inputs)
     if not losses or getattr(output, "logits", None) is not losses[0]:
         what = (
@@ -141,35 +158,6 @@ def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
     return min(CHUNK, max(LEAST, positions // 8)) if exact else 0
 
 
-@contextmanager
-def _in_place_of_logits(
-    head: nn.Module,
-    labels_BL: Tensor,
-    compute: Callable[[Step, Tensor, Tensor, Tensor | None], Tensor],
-    made: list[Tensor],
-) -> Iterator[None]:
-    """Let ``head`` return what ``compute`` makes in place of logits, once."""
-    prepare, finish = around_the_product(head)
-
-    def forward(hidden: Tensor) -> Tensor:
-        if made:
-            raise MeshparError(
-                "the head was called twice in one forward; its loss cannot be computed in chunks: use chunk=0"
-            )
-        hidden = prepare(hidden)
-        if hidden.shape[:-1] != labels_BL.shape:
-            raise MeshparError(
-                f"the head got hidden states of {tuple(hidden.shape[:-1])} for labels of {tuple(labels_BL.shape)}; "
-                "use chunk=0"
-            )
-        hidden, weight, bias = (_computed_with(tensor) for tensor in (hidden, head.weight, head.bias))
-        made.append(compute(finish, hidden.flatten(0, -2), weight, bias))
-        return made[0]
-
-    with in_place_of(head, forward):
-        yield
-
-
 def around_the_product(head: nn.Module) -> tuple[Step, Step]:
     """Return what a head does before and after its one matrix product."""
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and own_forward(head) is None:
@@ -201,30 +189,28 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        finish: Step,
-        wanted: bool,
-        chunk: int,
-        how: Mapping[str, Any],
-        labels_N: Tensor,
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        trains: bool,
+        labels: Sequence[Tensor],
         hidden_ND: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
-        grads = Gradients(hidden_ND, weight_VD, bias_V) if wanted else None
-        for start in range(0, len(hidden_ND), chunk):
-            part = slice(start, start + chunk)
-            logits_nV = F.linear(hidden_ND[part], weight_VD, bias_V).requires_grad_(wanted)
-            with torch.set_grad_enabled(wanted):
-                loss = token_loss(finish(logits_nV), labels_N[part], reduction="sum", **how)
+        grads, start = Gradients(hidden_ND, weight_VD, bias_V) if trains else None, 0
+        for labels_n in labels:
+            rows = slice(start, start := start + len(labels_n))
+            logits_nV = F.linear(hidden_ND[rows], weight_VD, bias_V).requires_grad_(trains)
+            with torch.set_grad_enabled(trains):
+                loss = loss_of(logits_nV, labels_n)
             total += loss.detach()
             if grads is not None:
-                grads.add(part, torch.autograd.grad(loss, logits_nV)[0])
+                grads.add(rows, torch.autograd.grad(loss, logits_nV)[0])
             del logits_nV, loss  # before the next chunk's
         if grads is not None:
             ctx.save_for_backward(grads.hidden_ND, grads.weight_VD, grads.bias_V)  # type: ignore[arg-type]
-            bias_dtype = None if bias_V is None else bias_V.dtype
-            ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, bias_dtype)  # type: ignore[attr-defined]
+            inputs = (hidden_ND, weight_VD, bias_V)
+            ctx.dtypes = [None if x is None else x.dtype for x in inputs]  # type: ignore[attr-defined]
         return total
 
     @staticmethod
@@ -233,14 +219,8 @@ class _Chunked(torch.autograd.Function):
         # In place: a second backward through the same graph is an error of autograd's, as it is for any graph that was
         # freed.
         saved = zip(ctx.saved_tensors, ctx.dtypes)  # type: ignore[attr-defined]
-        return (
-            None,
-            None,
-            None,
-            None,
-            None,
-            *(None if gradient is None else gradient.mul_(upstream).to(dtype) for gradient, dtype in saved),
-        )
+        gradients = (None if gradient is None else gradient.mul_(upstream).to(dtype) for gradient, dtype in saved)
+        return None, None, None, *gradients
 
 
 @final

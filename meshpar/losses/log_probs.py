@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -67,27 +66,18 @@ def token_log_probs(
     if not temperature > 0 or chunk < 1:
         raise MeshparError(f"temperature={temperature} and chunk={chunk} must be positive")
     labels_BL: Tensor = batch["labels"]
-    compute = functools.partial(_of, chunk, ignore_index, 1.0 / temperature, labels_BL.flatten())
+    scale, labels_N = 1.0 / temperature, labels_BL.flatten()
+
+    def compute(finish: Step, hidden_ND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if runtime.queues(weight.device):
+            rows = min(chunk, max(FULL_SPEED, LARGE_LOGITS // (4 * len(weight))))
+        else:
+            rows = min(chunk, max(16, len(labels_N) // 64))
+        return _TokenLogProbs.apply(finish, rows, ignore_index, scale, labels_N, hidden_ND, weight, bias)
+
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     both_2N = run_with(model, inputs, labels_BL, head, compute)
     return TokenLogProbs(*(row.view(labels_BL.shape) for row in both_2N.unbind()))
-
-
-def _of(
-    chunk: int,
-    ignore_index: int,
-    scale: float,
-    labels_N: Tensor,
-    finish: Step,
-    hidden_ND: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    if runtime.queues(weight.device):
-        chunk = min(chunk, max(FULL_SPEED, LARGE_LOGITS // (4 * len(weight))))
-    else:
-        chunk = min(chunk, max(16, len(labels_N) // 64))
-    return _TokenLogProbs.apply(finish, chunk, ignore_index, scale, labels_N, hidden_ND, weight, bias)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -111,10 +101,10 @@ class _TokenLogProbs(torch.autograd.Function):
             rows = slice(start, start + chunk)
             scores_nV, first, group = _scores(finish(F.linear(hidden_ND[rows], weight_VD, bias_V)), scale)
             parts.append(_values(scores_nV, torch.where(counted_N, labels_N, 0)[rows], first, group))
-        found_4N = torch.cat(parts, 1) if parts else hidden_ND.new_zeros(4, 0).float()
-        ctx.save_for_backward(labels_N, counted_N, found_4N[1:], hidden_ND, weight_VD, bias_V)  # type: ignore[arg-type]
+        values_4N = torch.cat(parts, 1) if parts else hidden_ND.new_zeros(4, 0).float()
+        ctx.save_for_backward(labels_N, counted_N, values_4N[1:], hidden_ND, weight_VD, bias_V)  # type: ignore[arg-type]
         ctx.how = (finish, chunk, scale)  # type: ignore[attr-defined]
-        return found_4N[::3] * counted_N
+        return values_4N[::3] * counted_N
 
     @staticmethod
     @once_differentiable
@@ -141,15 +131,9 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_nV.scatter_add_(1, index_n[:, None], (upstream_2N[0, rows] * here_n)[:, None])
             grads.add(rows, torch.autograd.grad(local, logits_nV, grad_nV.view(local.shape).to(local.dtype))[0])
             del logits_nV, finished, local, grad_nV, logs_nV, scores_nV
-        wanted = (grads.hidden_ND, grads.weight_VD, grads.bias_V)
-        like = (hidden_ND, weight_VD, bias_V)
-        return (
-            *(None,) * 5,
-            *(
-                None if gradient is None or template is None else gradient.to(template.dtype)
-                for gradient, template in zip(wanted, like)
-            ),
-        )
+        pairs = zip((grads.hidden_ND, grads.weight_VD, grads.bias_V), (hidden_ND, weight_VD, bias_V))
+        gradients = (None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs)
+        return *(None,) * 5, *gradients
 
 
 def _scores(logits: Tensor, scale: float) -> tuple[Tensor, int, dist.ProcessGroup | None]:

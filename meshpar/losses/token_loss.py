@@ -10,6 +10,7 @@ from typing import final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +20,9 @@ from meshpar.core.errors import MeshparError
 
 IGNORE_INDEX = -100
 
-Found = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+Form = tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]]
+"""Whether values come with losses, and the names, shapes and dtypes of these."""
+Found = Tensor | tuple[Tensor, Mapping[str, Tensor]]
 """A loss, or a loss and values to report beside it."""
 
 
@@ -28,35 +31,33 @@ class Totals:
     """The sums over the micro-batches of a step: of their losses, and by name of the values reported with them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.loss, self.values = torch.zeros((), device=device), dict[str, torch.Tensor]()
+        self.loss, self.values = torch.zeros((), device=device), dict[str, Tensor]()
         self._several = False
 
-    def add(self, found: Found) -> torch.Tensor:
+    def add(self, result: Found) -> Tensor:
         """Add those of a micro-batch, and return its loss."""
-        loss, values = found if isinstance(found, tuple) else (found, {})
-        self._several = self._several or isinstance(found, tuple)
+        loss, values = result if isinstance(result, tuple) else (result, {})
+        self._several = self._several or isinstance(result, tuple)
         self.loss += loss.detach()
         for name, value in values.items():
             self.values[name] = self.values[name] + value.detach() if name in self.values else value.detach()
         return loss
 
-    def returned(self) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def returned(self) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Return the sums in the form in which the losses came."""
         return (self.loss, self.values) if self._several else self.loss
 
-    def form(self) -> tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]]:
+    def form(self) -> Form:
         """Return what another rank needs to know before it gets the sums."""
         return self._several, [(name, tuple(value.shape), value.dtype) for name, value in self.values.items()]
 
-    def flat(self) -> torch.Tensor:
+    def flat(self) -> Tensor:
         """Return all values in one tensor of the widest dtype that the device has."""
         dtype = torch.float32 if self.loss.device.type == "mps" else torch.float64
         flat = [value.reshape(-1).to(self.loss.device, dtype) for value in self.values.values()]
         return torch.cat([self.loss.new_empty(0, dtype=dtype), *flat])
 
-    def take(
-        self, loss: torch.Tensor, form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]], flat: torch.Tensor
-    ) -> None:
+    def take(self, loss: Tensor, form: Form, flat: Tensor) -> None:
         """Take the sums of another rank."""
         self.loss, (self._several, parts) = loss, form
         sizes = [math.prod(shape) for _, shape, _ in parts]
@@ -67,13 +68,13 @@ class Totals:
 
 
 def token_loss(
-    logits_BLV: torch.Tensor,
-    labels_BL: torch.Tensor,
+    logits_BLV: Tensor,
+    labels_BL: Tensor,
     *,
     ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
     z_loss: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the cross entropy of every token, in float32.
 
     >>> import torch
@@ -98,22 +99,24 @@ def token_loss(
     Collective over the vocabulary's axis when the logits are sharded.
     """
     reduced = reduction_of(reduction, labels_BL, ignore_index)
-    labels_N = labels_BL.reshape(-1)
-    if isinstance(logits_BLV, DTensor):
-        total = _sharded_sum(logits_BLV, labels_N, ignore_index, z_loss)
-    else:
-        total = _TokenLoss.apply(logits_BLV.reshape(-1, logits_BLV.shape[-1]), labels_N, ignore_index, z_loss)
-    return reduced(total)
+    labels_N, width = labels_BL.reshape(-1), logits_BLV.shape[-1]
+    if not isinstance(logits_BLV, DTensor):
+        return reduced(_TokenLoss.apply(logits_BLV.reshape(-1, width), labels_N, ignore_index, z_loss))
+    mesh, (placement,) = logits_BLV.device_mesh, logits_BLV.placements
+    assert placement.is_shard(logits_BLV.ndim - 1) or placement.is_shard(-1), (
+        f"logits are {placement}, expected sharded over the vocabulary"
+    )
+    valid = ((labels_N >= 0) & (labels_N < width)) | (labels_N == ignore_index)
+    assert_async(valid.all(), "a label is outside of the vocabulary")
+    start = mesh.get_local_rank() * -(-width // mesh.size())
+    local_NV = logits_BLV.to_local().flatten(0, -2)
+    return reduced(_VocabularyParallelLoss.apply(local_NV, labels_N, start, ignore_index, mesh.get_group(), z_loss))
 
 
 @contextmanager
-def token_losses() -> Iterator[list[torch.Tensor]]:
-    """Collect the loss of every token that losses sum up meanwhile, (N,) float32 each, 0 where a label does not count.
-
-    Yields:
-        One tensor without gradient for each call or chunk, without a ``z_loss``. An outer block collects them, too.
-    """
-    losses: list[torch.Tensor] = []
+def token_losses() -> Iterator[list[Tensor]]:
+    """Collect the losses of tokens that are summed meanwhile, (N,) float32 a call or chunk, without a ``z_loss``."""
+    losses: list[Tensor] = []
     token = _collected.set(losses)
     try:
         yield losses
@@ -123,50 +126,35 @@ def token_losses() -> Iterator[list[torch.Tensor]]:
             outer += losses
 
 
-_collected: ContextVar[list[torch.Tensor] | None] = ContextVar("_collected", default=None)
+_collected: ContextVar[list[Tensor] | None] = ContextVar("_collected", default=None)
 
 
-def _summed(losses_N: torch.Tensor) -> torch.Tensor:
+def _summed(losses_N: Tensor) -> Tensor:
     """Return the sum of the tokens' losses, which are collected where somebody asked for them."""
     if (collected := _collected.get()) is not None:
         collected.append(losses_N.detach())
     return losses_N.sum()
 
 
-def reduction_of(reduction: str, labels: torch.Tensor, ignore_index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def reduction_of(reduction: str, labels: Tensor, ignore_index: int) -> Callable[[Tensor], Tensor]:
     """Return what makes of the sum over tokens what ``reduction`` says."""
     if reduction not in ("sum", "mean"):
         raise MeshparError(f"reduction={reduction!r} is not known; use 'sum', or 'mean' over the tokens that count")
     return lambda total: total if reduction == "sum" else total / (labels != ignore_index).sum()
 
 
-def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int, z_loss: float) -> torch.Tensor:
-    mesh, (placement,) = logits.device_mesh, logits.placements
-    assert placement.is_shard(logits.ndim - 1) or placement.is_shard(-1), (
-        f"logits are {placement}, expected sharded over the vocabulary"
-    )
-    local = logits.to_local()
-    rows = -(-logits.shape[-1] // mesh.size())
-    start = mesh.get_local_rank() * rows
-    valid = ((labels_N >= 0) & (labels_N < logits.shape[-1])) | (labels_N == ignore_index)
-    assert_async(valid.all(), "a label is outside of the vocabulary")
-    return _VocabularyParallelLoss.apply(local.flatten(0, -2), labels_N, start, ignore_index, mesh.get_group(), z_loss)
-
-
 class _TokenLoss(torch.autograd.Function):
     """Cross entropy that takes rows in turn: large are the logits and their gradient, in their dtype, alone."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, logits_NV: torch.Tensor, labels_N: torch.Tensor, ignore_index: int, z_loss: float
-    ) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, logits_NV: Tensor, labels_N: Tensor, ignore_index: int, z_loss: float) -> Tensor:
         counted_N = labels_N != ignore_index
         index_N1 = torch.where(counted_N, labels_N, 0)[:, None]
         rows = zip(logits_NV.split(_rows(logits_NV)), index_N1.split(_rows(logits_NV)))
         chosen_N1 = torch.cat(
             [logits_nV.log_softmax(-1, torch.float32).gather(1, index_n1) for logits_nV, index_n1 in rows]
         )
-        loss, slope = _summed(-torch.where(counted_N, chosen_N1[:, 0], 0.0)), list[torch.Tensor]()
+        loss, slope = _summed(-torch.where(counted_N, chosen_N1[:, 0], 0.0)), list[Tensor]()
         if z_loss:
             z_N1 = torch.cat([part.float().logsumexp(-1, True) for part in logits_NV.split(_rows(logits_NV))])
             loss, slope = loss + z_loss * (z_N1[:, 0].square() * counted_N).sum(), [2 * z_loss * z_N1]
@@ -175,7 +163,7 @@ class _TokenLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, upstream: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         logits_NV, index_N1, counted_N, *slope = ctx.saved_tensors  # type: ignore[attr-defined]
         scale_N1 = (counted_N * upstream)[:, None]
         if logits_NV.dtype == torch.float32:
@@ -188,9 +176,7 @@ class _TokenLoss(torch.autograd.Function):
         return grad_NV, None, None, None
 
 
-def _gradient(
-    logits_nV: torch.Tensor, index_n1: torch.Tensor, scale_n1: torch.Tensor, slope_n1: torch.Tensor | None = None
-) -> torch.Tensor:
+def _gradient(logits_nV: Tensor, index_n1: Tensor, scale_n1: Tensor, slope_n1: Tensor | None = None) -> Tensor:
     grad_nV = logits_nV.softmax(-1, torch.float32)
     # One is subtracted before the scales: where a probability is near to one, the difference is exact.
     grad_nV.scatter_add_(1, index_n1, grad_nV.new_full((1, 1), -1.0).expand(index_n1.shape))
@@ -199,7 +185,7 @@ def _gradient(
     return grad_nV.mul_(scale_n1)
 
 
-def _rows(logits_NV: torch.Tensor) -> int:
+def _rows(logits_NV: Tensor) -> int:
     """Return how many rows to take at a time: what stays in a core's cache, or keeps a device busy."""
     return max(16, ((1 << 25) if runtime.queues(logits_NV.device) else (1 << 17)) // logits_NV.shape[-1])
 
@@ -210,13 +196,13 @@ class _VocabularyParallelLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        local_NV: torch.Tensor,
-        labels_N: torch.Tensor,
+        local_NV: Tensor,
+        labels_N: Tensor,
         start: int,
         ignore_index: int,
         group: dist.ProcessGroup,
         z_loss: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         scores_NV = local_NV.float()
         width = scores_NV.shape[-1]
         top_N = scores_NV.amax(-1)
@@ -228,7 +214,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         sums_2N = torch.stack([scores_NV.exp_().sum(-1), picked_N])
         dist.all_reduce(sums_2N, dist.ReduceOp.SUM, group)
         counted_N = labels_N != ignore_index
-        loss, slope = _summed((sums_2N[0].log() - sums_2N[1]) * counted_N), list[torch.Tensor]()
+        loss, slope = _summed((sums_2N[0].log() - sums_2N[1]) * counted_N), list[Tensor]()
         if z_loss:
             z_N = top_N + sums_2N[0].log()
             loss, slope = loss + z_loss * (z_N.square() * counted_N).sum(), [2 * z_loss * z_N]
@@ -237,7 +223,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         exp_NV, sum_N, index_N, here_N, counted_N, *slope = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_NV = exp_NV / sum_N[:, None]
         here_N1 = here_N[:, None].to(grad_NV.dtype)
