@@ -21,7 +21,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.exchange.ranks import GradientMarks, Largest, Looks, Ranks, same, stages_of
 from meshpar.guards.gradients import check_copies
-from meshpar.passes.experts.divided import DividedModules
+from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.random import draws_random
 from meshpar.state.initialize import state

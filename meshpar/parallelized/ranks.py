@@ -16,7 +16,7 @@ from meshpar._torch.groups import share_timeout
 from meshpar._torch.patches import while_lives
 from meshpar.core.passes import Pass, Role
 from meshpar.passes.data.replica_shards import ReplicaShards
-from meshpar.passes.positions.batches import positions, selected, with_positions
+from meshpar.passes.positions.parallel import positions, selected, with_positions
 from meshpar.passes.tensor import random
 from meshpar.step.calls import watch_compiled
 from meshpar.step.run import Run

@@ -13,7 +13,7 @@ from meshpar.core.errors import ParallelError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Facts, Pass, Stage, block_problems, find_blocks
-from meshpar.passes.experts.divided import DividedModules
+from meshpar.passes.experts.routing import DividedModules
 
 
 @final

@@ -30,8 +30,8 @@ def tensors_elsewhere(run: Run | None) -> Mapping[str, Tensor]:
 
 def all_parameters(module: nn.Module) -> list[Tensor]:
     """Return all parameters of the model, once each: this rank's, and the shapes of those of other ranks."""
-    others = [tensor for tensor in tensors_elsewhere(run_of(module)).values() if isinstance(tensor, nn.Parameter)]
-    return [*module.parameters(), *{id(tensor): tensor for tensor in others}.values()]
+    elsewhere = [tensor for tensor in tensors_elsewhere(run_of(module)).values() if isinstance(tensor, nn.Parameter)]
+    return [*module.parameters(), *{id(tensor): tensor for tensor in elsewhere}.values()]
 
 
 def first_covering(patterns: Sequence[str], module: nn.Module, what: str) -> dict[int, str]:

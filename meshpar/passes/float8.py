@@ -85,8 +85,8 @@ class Float8(Pass):
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         product = _product(self.recipe, self.emulate)
         for name, layer in self._layers(module, layout).items():
-            known = installed(layer)
-            if known is not None and known.product is not None:
+            changes = installed(layer)
+            if changes is not None and changes.product is not None:
                 continue
             part = tuple(local_tensor(layer.weight).shape)
             if any(size % _MULTIPLE for size in part):
@@ -98,18 +98,15 @@ class Float8(Pass):
 
     def _layers(self, module: nn.Module, layout: ModelLayout) -> dict[str, nn.Linear]:
         """Return the layers by name that float8 can hold."""
-        found: dict[str, nn.Linear] = {}
+        layers: dict[str, nn.Linear] = {}
         for block, inside in find_blocks(module, layout, self.blocks):
             for name, child in inside.named_modules():
                 full = f"{block}.{name}"
-                fits = (
-                    isinstance(child, nn.Linear)
-                    and not child.in_features % _MULTIPLE
-                    and not child.out_features % _MULTIPLE
-                )
-                if fits and not any(covers(pattern, full) for pattern in self.skip):
-                    found[full] = child  # type: ignore[assignment]
-        return found
+                if not isinstance(child, nn.Linear) or any(covers(pattern, full) for pattern in self.skip):
+                    continue
+                if not (child.in_features % _MULTIPLE or child.out_features % _MULTIPLE):
+                    layers[full] = child
+        return layers
 
 
 def _hardware_problems(device_type: str) -> Iterator[str]:

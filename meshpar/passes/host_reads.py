@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from meshpar._torch.calls import eager
 from meshpar._torch.recompute import unseen
 from meshpar.core import runtime
 
@@ -57,19 +56,23 @@ _TAPE: ContextVar[_Tape | None] = ContextVar("_TAPE", default=None)
 
 
 @contextmanager
-def unrecorded() -> Iterator[None]:
-    """Read anew here, in what a recomputation will not repeat."""
-    token = _TAPE.set(None)
+def _read_from(tape: _Tape | None) -> Iterator[None]:
+    token = _TAPE.set(tape)
     try:
         yield
     finally:
         _TAPE.reset(token)
 
 
-def read_once() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a block's forward and of its recomputation, which gets what the forward read."""
+def unrecorded() -> AbstractContextManager[None]:
+    """Let values be read here that a recomputation will not read."""
+    return _read_from(None)
+
+
+def read_once() -> tuple[Callable[[], AbstractContextManager[None]], ...]:
+    """Return what makes the contexts of a block's forward and of its recomputation, which gets what forward read."""
     values: list[Any] = []
-    return _On(lambda: _Tape(values, again=False)), _On(lambda: _Tape(values, again=True))
+    return lambda: _read_from(_Tape(values, again=False)), lambda: _read_from(_Tape(values, again=True))
 
 
 @final
@@ -77,12 +80,11 @@ class _Tape:
     """The values that one run of a block reads, in their order."""
 
     def __init__(self, values: list[Any], *, again: bool) -> None:
-        self._values, self._again, self._place = values, again, 0
+        self._values, self._earlier = values, iter(values) if again else None
 
     def begin_read(self, start: Callable[[], Callable[[], T]]) -> Callable[[], T]:
-        if self._again:
-            self._place += 1
-            value = self._values[self._place - 1]
+        if self._earlier is not None:
+            value = next(self._earlier)
             return lambda: value  # type: ignore[no-any-return]
         wait = unseen(start)()
 
@@ -92,19 +94,3 @@ class _Tape:
             return value
 
         return read
-
-
-@final
-class _On:
-    """A context, entered anew for each backward through one forward, in which blocks read from a tape."""
-
-    def __init__(self, make: Callable[[], _Tape]) -> None:
-        self._make, self._before = make, list[Token[_Tape | None]]()
-
-    @eager
-    def __enter__(self) -> None:
-        self._before.append(_TAPE.set(self._make()))
-
-    @eager
-    def __exit__(self, *error: object) -> None:
-        _TAPE.reset(self._before.pop())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from contextvars import Context, ContextVar, Token, copy_context
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, final
@@ -24,11 +24,11 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Facts, Installed, Pass, Stage, block_problems, find_blocks
 from meshpar.passes.data.batch_norm import RECOMPUTED
-from meshpar.passes.experts.divided import DividedModules
+from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.host_reads import read_once
 
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Makes the contexts of one forward of a block and of its recomputation."""
+Contexts = Callable[[], tuple[Callable[[], AbstractContextManager[Any]], ...]]
+"""Returns what makes the contexts of one forward of a block and of its recomputation."""
 SAVED_BY_SELECTIVE = (
     *("scaled_dot_product", "flash_attention", "flex_attention", "inductor_compiled_code"),
     *("all_to_all", "reduce_scatter", "all_reduce"),
@@ -98,21 +98,19 @@ class ActivationCheckpoint(Pass):
         # Random states come first: outside of what selective recomputation records and expects again.
         common: list[Contexts] = [_in_its_context]
         if not runtime.on_host(mesh.device_type):
-            common.append(partial(_drawn_alike, mesh.device_type))
-        if self.policy is not None or self.mode == "selective":
-            common.append(
-                _selective_contexts
-                if self.policy is None
-                else partial(create_selective_checkpoint_contexts, self.policy)
-            )
-        for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
-            if place % self.every == 0 and block not in blocks:
+            common.append(partial(_draw_alike, mesh.device_type))
+        if self.policy is not None:
+            common.append(partial(_keep_results, partial(create_selective_checkpoint_contexts, self.policy)))
+        elif self.mode == "selective":
+            common.append(partial(_keep_results, _selective_contexts))
+        for number, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
+            if number % self.every == 0 and block not in blocks:
                 blocks.append(block)
-                contexts, inside = list(common), set(block.modules())
-                if divided is not None and not inside.isdisjoint(divided.meshes):
+                contexts, children = list(common), set(block.modules())
+                if divided is not None and not children.isdisjoint(divided.meshes):
                     contexts.append(read_once)
-                if any(isinstance(child, BatchNorm) for child in inside):
-                    contexts.append(_counted_once)
+                if any(isinstance(child, BatchNorm) for child in children):
+                    contexts.append(_count_once)
                 checkpoint(block, preserve_rng_state=True, context_fn=partial(_together, contexts))
         selective = self.policy is not None or self.mode == "selective" or (earlier is not None and earlier.selective)
         return Installed(facts=[Recomputed(blocks, selective)])
@@ -121,24 +119,22 @@ class ActivationCheckpoint(Pass):
 @eager  # as all that runs around a compiled block
 def _together(contexts: Sequence[Contexts]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of one block's forward and of its recomputation, each of which is several."""
-    if len(contexts) == 1:
-        return contexts[0]()
     forward, again = zip(*(make() for make in contexts), strict=True)
-    return _All(forward), _All(again)
+    return _EnteredAgain(forward), _EnteredAgain(again)
 
 
 @final
-class _All:
-    """Several contexts, entered anew for each backward through one forward."""
+class _EnteredAgain:
+    """Several contexts, made and entered once more for each backward through one forward."""
 
-    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        self._contexts, self._entered = contexts, list[ExitStack]()
+    def __init__(self, makers: Sequence[Callable[[], AbstractContextManager[Any]]]) -> None:
+        self._makers, self._entered = makers, list[ExitStack]()
 
     @eager
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
+            for make in self._makers:
+                stack.enter_context(make())
             self._entered.append(stack.pop_all())
 
     @eager
@@ -146,84 +142,63 @@ class _All:
         return self._entered.pop().__exit__(*error)
 
 
-def _counted_once() -> Any:
-    """Return contexts in which batch norms leave their running statistics alone when a block is recomputed."""
+def _count_once() -> Any:
+    """Let batch norms leave their running statistics alone when a block is recomputed."""
     if in_checkpoint():
         raise MeshparError(
             "both the model (torch.utils.checkpoint) and the plan (ActivationCheckpoint) recompute a block, so its "
             "batch norms would count a batch less often than in one process; remove one of the two"
         )
-    return nullcontext(), _Recomputing()
+    return nullcontext, _recomputing
 
 
-@final
-class _Recomputing:
-    """The context of a recomputation, entered anew for each backward through one forward."""
-
-    def __init__(self) -> None:
-        self._before: list[Token[bool]] = []
-
-    def __enter__(self) -> None:
-        self._before.append(RECOMPUTED.set(True))
-
-    def __exit__(self, *error: object) -> None:
-        RECOMPUTED.reset(self._before.pop())
+@contextmanager
+def _recomputing() -> Iterator[None]:
+    token = RECOMPUTED.set(True)
+    try:
+        yield
+    finally:
+        RECOMPUTED.reset(token)
 
 
 def _in_its_context() -> Any:
-    """Return contexts in which a block finds the context variables of its forward when it is recomputed.
-
-    Since then they may have changed, and an accelerator's backward runs in a thread that has none of them.
-    """
-    return nullcontext(), _InContext(copy_context())
+    """Let a recomputation find the forward's context variables: an accelerator's backward runs in another thread."""
+    return nullcontext, partial(_with_variables_of, copy_context())
 
 
-@final
-class _InContext:
-    """A recomputation's context: context variables have the forward's values, and their own again behind it."""
-
-    def __init__(self, context: Context) -> None:
-        self._context, self._before = context, list[list[tuple[ContextVar[Any], Token[Any]]]]()
-
-    @eager
-    def __enter__(self) -> None:
-        self._before.append(
-            [(name, name.set(value)) for name, value in self._context.items() if name.get(_NONE) is not value]
-        )
-
-    @eager
-    def __exit__(self, *error: object) -> None:
-        for name, token in reversed(self._before.pop()):
+@contextmanager
+def _with_variables_of(context: Context) -> Iterator[None]:
+    tokens = [(name, name.set(value)) for name, value in context.items() if name.get(_NONE) is not value]
+    try:
+        yield
+    finally:
+        for name, token in reversed(tokens):
             name.reset(token)
 
 
 _NONE = object()
 
 
-def _drawn_alike(device_type: str) -> Any:
-    """Return contexts in which a block draws the same random numbers twice.
-
-    Torch saves the state of the devices of positional tensors alone; a block that gets its tensors by keyword would
-    draw anew.
-    """
-    return nullcontext(), _DrawingAgain(torch.get_device_module(device_type))
+def _draw_alike(device_type: str) -> Any:
+    """Let a block draw the same random numbers twice: torch does so for devices of positional tensors alone."""
+    module = torch.get_device_module(device_type)
+    return nullcontext, partial(_with_random_state, module, module.get_rng_state())
 
 
-@final
-class _DrawingAgain:
-    """A recomputation's context: the device's random state as when this was made, and as before behind it."""
+@contextmanager
+def _with_random_state(module: Any, state: torch.Tensor) -> Iterator[None]:
+    before = module.get_rng_state()
+    module.set_rng_state(state)
+    try:
+        yield
+    finally:
+        module.set_rng_state(before)
 
-    def __init__(self, module: Any) -> None:
-        self._module, self._state, self._before = module, module.get_rng_state(), list[torch.Tensor]()
 
-    @eager
-    def __enter__(self) -> None:
-        self._before.append(self._module.get_rng_state())
-        self._module.set_rng_state(self._state)
-
-    @eager
-    def __exit__(self, *error: object) -> None:
-        self._module.set_rng_state(self._before.pop())
+def _keep_results(make: Callable[[], Any]) -> Any:
+    """Let selective recomputation use results of the forward; ``make`` returns both contexts."""
+    forward, again = make()
+    return lambda: forward, lambda: again
 
 
 def _selective_contexts() -> Any:

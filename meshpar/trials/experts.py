@@ -1,7 +1,4 @@
-"""The trial of experts: ranks compute by their own experts what all experts compute, on noise: no zero hides anything.
-
-Outputs are compared, and the gradients of hidden states and weights: on a CPU in float32, else in the dtypes given.
-"""
+"""The trial of experts: ranks compute by their own experts what all experts compute, on noise, which hides nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshpar._torch.calls import eager, without_modes
 from meshpar.core import runtime
@@ -22,12 +18,11 @@ from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import Facts
 from meshpar.core.patterns import OWN_NUMBER, class_name
-from meshpar.passes.data.whole_parameters import local
 from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, calling
-from meshpar.passes.experts.divided import DividedModules
-from meshpar.passes.experts.routing import INTERFACE, Inner, Routing, refuse_shapes
+from meshpar.passes.experts.routing import INTERFACE, DividedModules, Inner, Routing, refuse_shapes
 from meshpar.passes.host_reads import unrecorded
 from meshpar.passes.tensor.collectives import gather_values
+from meshpar.passes.tensor.parts import local_parameters
 from meshpar.step.forwards import own_forward
 from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed, widen
 from meshpar.trials.engine import TOLERANCE, is_narrow, measure, noise, on_any_rank
@@ -85,11 +80,7 @@ class ExpertsTest:
         modes = sorted(self._untried & {False, module.training})
         if not modes:
             return
-        parameters: dict[str, Any] = {
-            leaf: local(parameter) if isinstance(parameter, DTensor) else parameter
-            for leaf, parameter in module._parameters.items()
-            if parameter is not None
-        }
+        parameters = local_parameters(module)
         bound, hidden, chosen, weights = self._call.read(*args, **kwargs)
         refuse_shapes(hidden, chosen, weights)
         # Each run replaces the tensors, which may be of a long context.
@@ -178,24 +169,23 @@ class _Draws:
     ) -> None:
         size, rank, self.device = group.size(), group.rank(), hidden.device
         self.widened = not runtime.queues(self.device)
-        one = sum(value[:1].numel() for value in parameters.values())
-        self.count = max(1, min(call.count // size, LARGEST // (size * one)))
+        numbers = sum(value[:1].numel() for value in parameters.values())
+        self.count = max(1, min(call.count // size, LARGEST // (size * numbers)))
         self.parameters = {
             leaf: self._draw(number, (self.count * size, *value.shape[1:]), value.dtype)
             for number, (leaf, value) in enumerate(parameters.items())
         }
-        own = slice(rank * self.count, (rank + 1) * self.count)
-        self.part = {leaf: value[own].clone() for leaf, value in self.parameters.items()}
+        rows = slice(rank * self.count, (rank + 1) * self.count)
+        self.part = {leaf: value[rows].clone() for leaf, value in self.parameters.items()}
         self._hidden = self._draw(100 + rank, (_TOKENS, hidden.shape[-1]), hidden.dtype)
         if call.dense:
             self._hidden[::4] = 0
         self._weights = self._draw(100 + size + rank, (_TOKENS, slots), weights.dtype).abs()
-        self._chosen = _choose(self.count * size, slots, rank).to(self.device)
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """The dtypes of all that is drawn."""
-        return {tensor.dtype for tensor in (self._hidden, self._weights, *self.part.values())}
+        self.dtypes = {tensor.dtype for tensor in (self._hidden, self._weights, *self.part.values())}
+        # some experts get far more tokens than others
+        order = torch.rand(_TOKENS, self.count * size, generator=torch.Generator().manual_seed(rank)).argsort(1)
+        order[: _TOKENS // 2] = order[0]
+        self._chosen = order.repeat(1, -(-slots // order.shape[1]))[:, :slots].contiguous().to(self.device)
 
     def _draw(self, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         values = noise(shape, seed)
@@ -221,13 +211,6 @@ class _Draws:
         missing = zip((hidden, weights), gradients)
         gradients = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in missing]
         return [output.detach().double(), *(gradient.double() for gradient in gradients)]
-
-
-def _choose(count: int, slots: int, seed: int) -> Tensor:
-    """Return (tokens, ``slots``) of ``count`` experts, some of which get far more tokens than others."""
-    chosen = torch.rand(_TOKENS, count, generator=torch.Generator().manual_seed(seed)).argsort(1)
-    chosen[: _TOKENS // 2] = chosen[0]
-    return chosen.repeat(1, -(-slots // count))[:, :slots].contiguous()
 
 
 def _same(x: Tensor) -> Tensor:

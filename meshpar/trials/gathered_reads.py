@@ -10,48 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from meshpar._torch.autograd import StorageWeakRef
-from meshpar.passes.tensor.collectives import gather_values
+from meshpar.passes.tensor.collectives import gather_values, join_chunks, take_chunk
 from meshpar.passes.tensor.context import Context
 
 Cut = tuple[int, int]
 """The dim along which a parameter is split, and its whole length."""
 
 
-def share(whole: Tensor, dim: int, context: Context) -> Tensor:
-    """Return this rank's part of ``whole``, torch's chunk along ``dim``, with memory of its own."""
-    length = whole.shape[dim]
-    width = -(-length // context.size)
-    start = min(width * context.rank, length)
-    part = whole.narrow(dim, start, min(width, length - start))
-    return part.clone(memory_format=torch.contiguous_format)
-
-
-def join(part: Tensor, cut: Cut, context: Context) -> Tensor:
-    """Return the ranks' parts joined. Collective over the axis."""
-    dim, length = cut
-    missing = -(-length // context.size) - part.shape[dim]
-    if missing:
-        part = torch.cat([part, part.new_zeros(*part.shape[:dim], missing, *part.shape[dim + 1 :])], dim)
-    return gather_values(part, context.group, dim).narrow(dim, 0, length)
-
-
 class _WholeRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, reads: WholeReads) -> Tensor:
-        ctx.cut = reads.cuts[part][0], reads.context
+        ctx.chunk = reads.cuts[part][0], reads.context.group
         return reads.join(part)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return share(grad, *ctx.cut), None
+        return take_chunk(grad, *ctx.chunk), None
 
 
 @final
 class WholeReads:
-    """Reads of whole parameters by ranks of the tensor axis, which read together.
-
-    ``cuts`` has the parts, each with its cut; ``failed_elsewhere`` the code with which another rank failed, or 0.
-    """
+    """Reads of whole parameters, by the ranks of the axis together; ``failed_elsewhere``: another rank's error code."""
 
     def __init__(self, context: Context) -> None:
         self.context, self.failed_elsewhere = context, 0
@@ -71,7 +50,7 @@ class WholeReads:
         self.failed_elsewhere = self.worst(0, part.device)
         if self.failed_elsewhere:
             raise RuntimeError("another rank of the axis failed")
-        return join(part, self.cuts[part], self.context)
+        return join_chunks(part, *self.cuts[part], self.context.group)
 
     def worst(self, code: int, device: torch.device) -> int:
         """Return the largest code of the axis's ranks, above 0 where one failed. Collective over the axis."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from meshpar.core import runtime
 from meshpar.guards.explain import Explanation
-from meshpar.passes.tensor.collectives import Meeting, SimulatedGroup
+from meshpar.passes.tensor.collectives import SimulatedGroup, SimulatedRanks
 from meshpar.passes.tensor.context import Context
 from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed
 from meshpar.trials.engine import NOTHING, Verification, call_with
@@ -29,46 +30,41 @@ def prove(
     """Split copies of ``module``, on the CPU, for ``size`` ranks of ``axis``, and try a block of each kind."""
     with runtime.simulated(size), ExitStack() as stack:
         mesh = torch.distributed.init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
-        meeting = Meeting(size)
+        ranks = SimulatedRanks(size)
         try:
             copies = [_copy(module, batch) for _ in range(size)]
         except CannotCopy as error:
             return replace(NOTHING, skipped={"": str(error)})
         for copied, _ in copies:
             stack.callback(free, copied)
-        groups = [SimulatedGroup(meeting, rank) for rank in range(size)]
-        contexts = [
-            context
-            for rank in range(size)
-            if (context := install(copies[rank][0], mesh, groups[rank], rank)) is not None
-        ]
+        installed = (
+            install(copied, mesh, SimulatedGroup(ranks, rank), rank) for rank, (copied, _) in enumerate(copies)
+        )
+        contexts = [context for context in installed if context is not None]
         if not contexts:
             why = f"the pass that splits axis {axis!r} cannot be tried without processes (Pass.split)"
             return replace(NOTHING, skipped={"": why})
-        outcomes: list[Verification | BaseException | None] = [None] * size
 
-        def run(rank: int) -> None:
+        def read_whole(name: str) -> Tensor:
+            return module.get_parameter(name).detach()
+
+        def run(rank: int) -> Verification:
+            copied, context = copies[rank][0], contexts[rank]
             try:
-                whole = lambda name: module.get_parameter(name).detach()  # noqa: E731
-                test = SplitTest(copies[rank][0], contexts[rank], blocks, whole, kept=lambda *_: nullcontext())
+                test = SplitTest(copied, context, blocks, read_whole, kept=lambda *_: nullcontext())
                 with test.watch(), torch.enable_grad():
-                    explanation = Explanation(copies[rank][0], plan_text, features=contexts[rank], unit_pass=None)
-                    explanation.told(call_with, copies[rank], {})
-                outcomes[rank] = test.run()
-            except BaseException as error:  # noqa: BLE001  handed to the caller below
-                outcomes[rank] = error
-                meeting.abort()
+                    Explanation(copied, plan_text, features=context, unit_pass=None).told(call_with, copies[rank], {})
+                return test.run()
+            except BaseException:
+                ranks.barrier.abort()
+                raise
 
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-        with undisturbed(module.modules()):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    for raised in sorted(errors, key=lambda raised: isinstance(raised, threading.BrokenBarrierError)):
+        with undisturbed(module.modules()), ThreadPoolExecutor(size) as pool:
+            futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [future.exception() for future in futures]
+    for raised in sorted(filter(None, errors), key=lambda raised: isinstance(raised, threading.BrokenBarrierError)):
         raise raised
-    first, *others = (outcome for outcome in outcomes if isinstance(outcome, Verification))
+    first, *others = (future.result() for future in futures)
     more = [difference for other in others for difference in other.differences if difference not in first.differences]
     return replace(first, differences=(*first.differences, *more))
 

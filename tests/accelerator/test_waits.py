@@ -25,7 +25,7 @@ from meshpar.guards.losses import Losses
 from meshpar.passes.experts.routing import Assumed, Routing
 from meshpar.passes.pipeline.messages import Header
 from meshpar.passes.pipeline.running import Layers
-from meshpar.passes.positions.batches import selected
+from meshpar.passes.positions.parallel import selected
 from meshpar.passes.tensor import random
 from meshpar.training.loop import Trainer
 from meshpar.training.objectives import CausalLM

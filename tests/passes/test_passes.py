@@ -6,11 +6,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, Plan, Replicate, TensorParallel
+from meshpar import (
+    ActivationCheckpoint,
+    Compile,
+    FullyShard,
+    HybridShard,
+    ModelLayout,
+    Pass,
+    Plan,
+    Replicate,
+    TensorParallel,
+)
 from meshpar._torch.calls import as_one_operator
 from meshpar.passes.recompute import _selective_contexts
-from meshpar.tensors.placements import local_tensor
+from meshpar.passes.tensor import collectives
+from meshpar.tensors.placements import local_tensor, whole_tensor
 from meshpar.testing import assert_parity, on_ranks, random_tokens, token_loss_sum, token_steps
 from tests.support.models_for_parity import VOCAB, gpt2, transformer
 
@@ -266,3 +278,57 @@ def test_selective_recomputation_keeps_attention_that_is_compiled_by_itself():
         grads.append([leaf.grad for leaf in leaves])
     assert counts[1] < counts[0], "the products of the forward are not computed again"
     torch.testing.assert_close(*grads)
+
+
+class Gated(nn.Module):
+    """Multiplies two projections, which are one layer, or two."""
+
+    def __init__(self, *, packed):
+        super().__init__()
+        self.packed, self.down = packed, nn.Linear(8, 4, bias=False)
+        both = nn.Linear(4, 16, bias=False)
+        if packed:
+            self.up = both
+        else:
+            self.gate, self.up = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
+            self.gate.weight, self.up.weight = (nn.Parameter(part.detach().clone()) for part in both.weight.chunk(2))
+
+    def forward(self, x):
+        gate, up = self.up(x).chunk(2, -1) if self.packed else (self.gate(x), self.up(x))
+        return self.down(torch.tanh(gate) * up)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@on_ranks(2)
+def test_the_third_derivative_of_a_loss_by_a_split_projection_is_that_of_one_process(packed):
+    gradients = []
+    styles = {"up": "packed_colwise:2"} if packed else {"gate": "colwise", "up": "colwise"}
+    for divides in (False, True):
+        torch.manual_seed(0)
+        module = Gated(packed=packed)
+        if divides:
+            layout = ModelLayout(tensor={**styles, "down": "rowwise"})
+            module = Plan("tp=2", [TensorParallel(sequence_parallel=False)]).apply(module, layout).module
+        value = module(torch.linspace(-1, 1, 8).view(2, 4)).square().sum()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(value, [module.up.weight], create_graph=True)
+            value = gradient.square().sum()
+        gradients.append(whole_tensor(gradient.detach()))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.nightly
+@on_ranks(1)  # two on a host exchange by swaps, which break a graph
+def test_collectives_of_features_are_compiled_in_one_graph():
+    group = torch.distributed.group.WORLD
+
+    def compute(x):
+        h = collectives.copy_to(x, group) * collectives.copy_weight(x, group)
+        h = collectives.regroup(collectives.gather_replicated(h, 8, group), 2, 1, group)
+        return collectives.reduce_from(collectives.split_replicated(h, group), group).sin().sum()
+
+    gradients = []
+    for run in (compute, torch.compile(compute, backend="aot_eager", fullgraph=True)):
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        gradients += torch.autograd.grad(run(x), x)
+    torch.testing.assert_close(*gradients)

@@ -346,43 +346,6 @@ def cross(*, sequence_parallel):
     return exact(Crosses, TP, [TensorParallel(sequence_parallel=sequence_parallel)], layout)
 
 
-class Gated(nn.Module):
-    """Multiplies two projections, which are one layer, or two."""
-
-    def __init__(self, *, packed):
-        super().__init__()
-        self.packed, self.down = packed, nn.Linear(8, 4, bias=False)
-        both = nn.Linear(4, 16, bias=False)
-        if packed:
-            self.up = both
-        else:
-            self.gate, self.up = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
-            self.gate.weight, self.up.weight = (nn.Parameter(part.detach().clone()) for part in both.weight.chunk(2))
-
-    def forward(self, x):
-        gate, up = self.up(x).chunk(2, -1) if self.packed else (self.gate(x), self.up(x))
-        return self.down(torch.tanh(gate) * up)
-
-
-def third_order(*, packed):
-    """The third derivative of a loss by a projection's weight equals one process's."""
-    found = []
-    styles = {"up": "packed_colwise:2"} if packed else {"gate": "colwise", "up": "colwise"}
-    for parallel_ in (False, True):
-        torch.manual_seed(0)
-        module = Gated(packed=packed)
-        if parallel_:
-            layout = ModelLayout(tensor={**styles, "down": "rowwise"})
-            module = Plan(TP, [TensorParallel(sequence_parallel=False)]).apply(module, layout).module
-        value = module(torch.linspace(-1, 1, 8).view(2, 4)).square().sum()
-        for _ in range(3):
-            (gradient,) = torch.autograd.grad(value, [module.up.weight], create_graph=True)
-            value = gradient.square().sum()
-        found.append(whole_tensor(gradient.detach()))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
-    return True
-
-
 # Parameters
 
 
@@ -648,11 +611,6 @@ ROWS = [
         "{} has a second input with a gradient, whose positions in the sequence are unknown",
         lambda: cross(sequence_parallel=True),
         {"use TensorParallel(sequence_parallel=False)": lambda: cross(sequence_parallel=False)},
-    ),
-    TwoRanks(
-        "gradients of the third order through packed_colwise are not known",
-        lambda: third_order(packed=True),
-        {"split the projection into its parts": lambda: third_order(packed=False)},
     ),
     # Parameters
     Tested(

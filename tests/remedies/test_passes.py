@@ -26,7 +26,7 @@ from meshpar import (
 )
 from meshpar.passes import Style
 from meshpar.passes.pipeline.schedule import SCHEDULES
-from meshpar.passes.positions.batches import positions, with_positions
+from meshpar.passes.positions.parallel import positions, with_positions
 from meshpar.passes.tensor.parts import Parts, Shared
 from meshpar.testing import on_ranks
 from tests.passes.experts.test_parallel import OWN, Buffered, Dense, Own, OwnMixture, Tied

@@ -33,7 +33,7 @@ from meshpar.core.patterns import covers, find_modules, suggestion
 from meshpar.passes.data.gloo_collectives import exchange_directly
 from meshpar.passes.data.replica_shards import ReplicaShards
 from meshpar.passes.data.whole_parameters import WholeParameters, kept_whole
-from meshpar.passes.experts.divided import DividedModules
+from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.pipeline.running import Layers
 from meshpar.step.gathered_weights import Gathering
 

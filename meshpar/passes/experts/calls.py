@@ -26,11 +26,8 @@ _COUNTS = re.compile(r"_?(moe_)?(n|num)_(local_|routed_|total_)?experts")
 
 def counted_by(module: nn.Module, count: int) -> list[str]:
     """Return the attributes by which a module counts its experts."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if _COUNTS.fullmatch(name) and type(value) is int and value == count
-    ]
+    numbers = {name: value for name, value in vars(module).items() if type(value) is int and value == count}
+    return [name for name in numbers if _COUNTS.fullmatch(name)]
 
 
 class Chosen:
@@ -62,8 +59,8 @@ class Chosen:
 
     def called(self, bound: inspect.BoundArguments, own: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         """Call the module with other parameters; see that it returns a row for each of ``hidden``."""
-        held = dict.fromkeys(self.names, len(next(iter(own.values()))))
-        output = with_own(self.module, own, lambda: self.inner(*bound.args, **bound.kwargs), held)
+        counts = dict.fromkeys(self.names, len(next(iter(own.values()))))
+        output = with_own(self.module, own, lambda: self.inner(*bound.args, **bound.kwargs), counts)
         if isinstance(output, Tensor) and output.shape[:-1] == hidden.shape[:-1]:
             return output
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -88,23 +85,20 @@ class InOrder(Chosen):
 
     def compute(self, bound: inspect.BoundArguments, own: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
         rows, chosen, weights = inputs
-        held, order = len(next(iter(own.values()))), chosen[:, 0].argsort(stable=True)
-        sizes = self.routing.sizes(chosen[:, 0], held)
-        given, places = rows[order], torch.arange(len(rows), device=rows.device)
+        experts, order = len(next(iter(own.values()))), chosen[:, 0].argsort(stable=True)
+        sizes = self.routing.sizes(chosen[:, 0], experts)
+        ordered, numbers = rows[order], torch.arange(len(rows), device=rows.device)
+        places = numbers
         if self.dense:  # as many rows for each as for the one with most
-            places = torch.cat([places[:size] + number * max(sizes) for number, size in enumerate(sizes)])
-            given = rows.new_zeros(held * max(sizes), rows.shape[-1]).index_copy(0, places, given)
-        came = list(bound.arguments.values())[-1]
-        counts = (
-            torch.tensor(sizes, dtype=came.dtype, device=came.device)
-            if isinstance(came, Tensor) and not self.dense
-            else sizes
-        )
-        bound.arguments.update(zip(list(bound.arguments), (given, counts)))
-        output = self.called(bound, own, given)[places]
-        return (
-            output[torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))] * weights
-        )
+            places = torch.cat([numbers[:size] + number * max(sizes) for number, size in enumerate(sizes)])
+            ordered = rows.new_zeros(experts * max(sizes), rows.shape[-1]).index_copy(0, places, ordered)
+        last: Any = list(bound.arguments.values())[-1]
+        counts: Any = sizes
+        if isinstance(last, Tensor) and not self.dense:
+            counts = torch.tensor(sizes, dtype=last.dtype, device=last.device)
+        bound.arguments.update(zip(list(bound.arguments), (ordered, counts)))
+        output = self.called(bound, own, ordered)[places]
+        return output[torch.empty_like(order).scatter_(0, order, numbers)] * weights
 
 
 def calling(name: str, layout: ModelLayout) -> type[Chosen]:
@@ -123,26 +117,25 @@ def rows_in_order(arguments: Mapping[Any, Any], count: int) -> tuple[Tensor, Ten
 
 def by_all_ranks(compute: Inner, call: Chosen, count: int, group: Any) -> Inner:
     """Return ``compute`` by this rank's experts, for rows that chose from the ``count`` experts of all ranks."""
-    routing = call.routing
 
     def divided(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return by_experts(compute, rows, chosen, weights, count, group, routing)
+        return by_experts(compute, rows, chosen, weights, count, group, call.routing)
 
-    def passing(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def filled(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Send no rows of zeros, which give zeros."""
-        some = routing.filled(rows, call.count)
+        some = call.routing.filled(rows, call.count)
         computed = divided(rows[some], chosen[some], weights[some])
         return computed.new_zeros(len(rows), computed.shape[-1]).index_copy(0, some, computed)
 
-    return passing if call.dense else divided
+    return filled if call.dense else divided
 
 
-def _inputs(name: str, module: nn.Module, given: Mapping[str, Any]) -> tuple[str, str, str]:
+def _inputs(name: str, module: nn.Module, arguments: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return under which names a call got hidden states, chosen experts and weights."""
-    tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+    tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
     floats = [key for key, tensor in tensors.items() if tensor.is_floating_point()]
     numbers = [key for key, tensor in tensors.items() if not tensor.is_floating_point() and tensor.dtype != torch.bool]
-    if len(tensors) == 3 and len(floats) == 2 and len(numbers) == 1 and floats[0] == next(iter(given)):
+    if len(tensors) == 3 and len(floats) == 2 and len(numbers) == 1 and floats[0] == next(iter(arguments)):
         return floats[0], numbers[0], floats[1]
     got = ", ".join(
         f"{key} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for key, tensor in tensors.items()

@@ -1,7 +1,4 @@
-"""ExpertParallel: each rank of an axis holds whole experts, and tokens travel to the experts that they chose and back.
-
-GShard's (arXiv 2006.16668, section 3) without a capacity: ranks send as many rows as were chosen (arXiv 2211.15841).
-"""
+"""ExpertParallel: ranks hold whole experts and exchange tokens (GShard, arXiv 2006.16668, 3), without a capacity."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any, final
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from meshpar._torch.calls import eager
 from meshpar.core import runtime
@@ -22,11 +19,10 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, sizes_text
 from meshpar.core.passes import Installed, Pass, Role, Stage, unmatched
 from meshpar.core.patterns import find_modules
-from meshpar.passes.data.whole_parameters import local, part_of
+from meshpar.passes.data.whole_parameters import part_of
 from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, calling, counted_by
-from meshpar.passes.experts.divided import DividedModules
-from meshpar.passes.experts.routing import INTERFACE, Mean, Routing, refuse_shapes
-from meshpar.passes.tensor.parts import with_own
+from meshpar.passes.experts.routing import INTERFACE, DividedModules, Routing, average_gradient, refuse_shapes
+from meshpar.passes.tensor.parts import local_parameters, with_own
 from meshpar.step.forwards import set_forward
 
 
@@ -78,10 +74,10 @@ class ExpertParallel(Pass):
                 "module; use one experts module for both layers, untie them, or use a mesh without ep"
             )
         for pattern in layout.experts.modules:
-            found = list(find_modules(module, pattern))
-            if not found:
+            matched = list(find_modules(module, pattern))
+            if not matched:
                 yield unmatched(f"layout experts {pattern!r}", pattern, module)
-            for name, child in found:
+            for name, child in matched:
                 counts = {
                     leaf: len(parameter) if parameter.ndim else 0
                     for leaf, parameter in child.named_parameters(recurse=False)
@@ -92,9 +88,9 @@ class ExpertParallel(Pass):
                         f"stacked, and {INTERFACE} into its forward; stack them, or use a mesh without ep"
                     )
                 elif len(set(counts.values())) != 1:
-                    held = ", ".join(f"{leaf} {tuple(getattr(child, leaf).shape)}" for leaf in counts) or "no parameter"
+                    got = ", ".join(f"{leaf} {tuple(getattr(child, leaf).shape)}" for leaf in counts) or "no parameter"
                     yield (
-                        f"{name} must hold parameters whose first dim counts its experts, got {held}; take it out of "
+                        f"{name} must hold parameters whose first dim counts its experts, got {got}; take it out of "
                         "ModelLayout.experts"
                     )
                 else:
@@ -112,35 +108,32 @@ class ExpertParallel(Pass):
             )
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
-        found = [pair for pattern in layout.experts.modules for pair in find_modules(module, pattern)]
-        return {f"{name}.{leaf}" for name, child in found for leaf, _ in child.named_parameters(recurse=False)}
+        matched = [pair for pattern in layout.experts.modules for pair in find_modules(module, pattern)]
+        return {f"{name}.{leaf}" for name, child in matched for leaf, _ in child.named_parameters(recurse=False)}
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> Installed | None:
-        axis, names = mesh["ep"], mesh.mesh_dim_names or ()
+        axis, axes = mesh["ep"], mesh.mesh_dim_names or ()
         if axis.size() == 1:
             return None
-        inside, routing = mesh[names[names.index("ep") :]], runtime.standing_in(Routing(self.skew))
-        placements = [Shard(0), *[Replicate()] * (inside.ndim - 1)]
-        placed: dict[int, nn.Parameter] = {}
-        found = {child: name for pattern in layout.experts.modules for name, child in find_modules(module, pattern)}
-        for child, name in found.items():
+        submesh, routing = mesh[axes[axes.index("ep") :]], runtime.standing_in(Routing(self.skew))
+        placements = [Shard(0), *[Replicate()] * (submesh.ndim - 1)]
+        parts: dict[nn.Parameter, nn.Parameter] = {}
+        names = {child: name for pattern in layout.experts.modules for name, child in find_modules(module, pattern)}
+        for child, name in names.items():
             for leaf, parameter in child.named_parameters(recurse=False):
-                if id(parameter) not in placed:
-                    mine = parameter.detach().chunk(axis.size())[axis.get_local_rank()]
-                    placed[id(parameter)] = part_of(parameter, mine.clone(), inside, placements)
-                child._parameters[leaf] = placed[id(parameter)]
+                if parameter not in parts:
+                    part = parameter.detach().chunk(axis.size())[axis.get_local_rank()]
+                    parts[parameter] = part_of(parameter, part.clone(), submesh, placements)
+                child._parameters[leaf] = parts[parameter]
             _install(calling(name, layout)(name, child, routing), axis.get_group())
-        return Installed(facts=[routing, DividedModules(dict.fromkeys(found, mesh))])
+        return Installed(facts=[routing, DividedModules(dict.fromkeys(names, mesh))])
 
 
 def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool) -> Iterator[str]:
     """Yield what a module of ``count`` experts has beside its own parameters that a rank would have to divide, too."""
     remedy = "make it a parameter of the module's own, or use a mesh without ep"
-    kept = [
-        *module.named_buffers(),
-        *((leaf, parameter) for leaf, parameter in module.named_parameters() if "." in leaf),
-    ]
-    for leaf, tensor in kept:
+    of_children = [(leaf, parameter) for leaf, parameter in module.named_parameters() if "." in leaf]
+    for leaf, tensor in [*module.named_buffers(), *of_children]:
         if tensor.ndim and len(tensor) == count:
             kind = "parameter of a child module" if isinstance(tensor, nn.Parameter) else "buffer"
             yield (
@@ -152,11 +145,10 @@ def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool
             f"{name} stores its number of experts as {' and as '.join(numbers)}, expected one attribute, such as "
             "num_experts; keep one"
         )
-    given = list(inspect.signature(module.forward).parameters.values())
-    if (len(given) not in (1, 2) if in_order else len(given) < 3) or any(
-        argument.kind == argument.VAR_POSITIONAL for argument in given
-    ):
-        got, want = ", ".join(map(str, given)), IN_ORDER if in_order else INTERFACE
+    arguments = list(inspect.signature(module.forward).parameters.values())
+    fits = len(arguments) in (1, 2) if in_order else len(arguments) > 2
+    if not fits or any(argument.kind == argument.VAR_POSITIONAL for argument in arguments):
+        got, want = ", ".join(map(str, arguments)), IN_ORDER if in_order else INTERFACE
         remedy = "take it out of ModelLayout.experts, or use a mesh without ep"
         yield f"{name} has forward({got}), expected {want}; {remedy}"
 
@@ -167,16 +159,12 @@ def _install(call: Chosen, group: Any) -> None:
 
     @eager
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {
-            leaf: local(parameter) if isinstance(parameter, DTensor) else parameter
-            for leaf, parameter in module._parameters.items()
-            if parameter is not None
-        }
-        if len(next(iter(own.values()))) == call.count:  # all of them, in a test against the unsplit module
-            return with_own(module, own, lambda: call.inner(*args, **kwargs))
+        parts = local_parameters(module)
+        if len(next(iter(parts.values()))) == call.count:  # all of them, in a test against the unsplit module
+            return with_own(module, parts, lambda: call.inner(*args, **kwargs))
         bound, hidden, chosen, weights = call.read(*args, **kwargs)
         refuse_shapes(hidden, chosen, weights)
-        own = {leaf: Mean.apply(parameter, group.size()) for leaf, parameter in own.items()}
-        return by_all_ranks(partial(call.compute, bound, own), call, call.count, group)(hidden, chosen, weights)
+        parts = {leaf: average_gradient(parameter, group.size()) for leaf, parameter in parts.items()}
+        return by_all_ranks(partial(call.compute, bound, parts), call, call.count, group)(hidden, chosen, weights)
 
     set_forward(module, forward, reads_parameters=True)

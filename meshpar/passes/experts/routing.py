@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.core.errors import ParallelError
 from meshpar.passes.host_reads import begin_read, beside
-from meshpar.passes.tensor.collectives import _all_to_all
+from meshpar.passes.tensor.collectives import _all_to_all, _view, link
 
 Inner = Callable[[Tensor, Tensor, Tensor], Tensor]
 INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, their weights (N, K))"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DividedModules:
+    """A fact: modules whose own parameters an axis of samples divides -> the mesh of these, which has that axis."""
+
+    meshes: Mapping[nn.Module, DeviceMesh]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +38,15 @@ class Routing:
         """Return which of the rows (R, D) for ``count`` experts are not zeros."""
         return begin_read(lambda: lambda: rows.ne(0).any(1).nonzero()[:, 0])()
 
-    def sizes(self, numbers: Tensor, held: int) -> list[int]:
-        """Return how many of the rows, whose experts ``numbers`` (R,) says, go to each of ``held`` experts."""
-        return begin_read(lambda: lambda: _listed(torch.bincount(numbers, minlength=held)))()
+    def sizes(self, numbers: Tensor, experts: int) -> list[int]:
+        """Return how many of the rows, whose experts ``numbers`` (R,) says, go to each of ``experts``."""
+        sizes: list[int] = begin_read(lambda: lambda: torch.bincount(numbers, minlength=experts).tolist())()
+        return sizes
 
     def exchanged(self, counts: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int]]:
-        """Return how many rows go to each rank, come from each, and how many of each rank's choices are no expert.
+        """Return rows to each rank, from each, and choices of each rank that are no expert, from both ranks' counts.
 
-        ``counts``, on the host, is (2, ranks, experts of a rank + 1): this rank's rows by expert, and the rows of each
-        rank by this rank's experts; the last number is that of choices of no expert.
+        ``counts``: (2, ranks, experts of a rank + 1), on the host; the last column is of choices of no expert.
         """
         sent, received = counts[:, :, :-1].sum(2).tolist()
         return sent, received, counts[1, :, -1].tolist()
@@ -57,19 +66,22 @@ class Assumed(Routing):
         """Return as many rows as one expert would have."""
         return torch.arange(len(rows) // count, device=rows.device)
 
-    def sizes(self, numbers: Tensor, held: int) -> list[int]:
+    def sizes(self, numbers: Tensor, experts: int) -> list[int]:
         """Return equal numbers of rows."""
-        rows = len(numbers)
-        return [rows * (place + 1) // held - rows * place // held for place in range(held)]
+        return _divide_rows(len(numbers), experts)
 
     def exchanged(self, counts: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int]]:
         """Return what the skew says, and no choice that is no expert."""
         size = counts.shape[1]
-        busiest, others = round(rows * self.skew / size), size - 1
-        rest = rows - busiest
-        sent = [rest * (place + 1) // others - rest * place // others for place in range(others)]
+        busiest = round(rows * self.skew / size)
+        sent = _divide_rows(rows - busiest, size - 1)
         sent.insert(rank, busiest)
         return sent, [busiest] * size, []
+
+
+def _divide_rows(rows: int, parts: int) -> list[int]:
+    """Return numbers of rows that differ by at most one."""
+    return [rows * (number + 1) // parts - rows * number // parts for number in range(parts)]
 
 
 def by_experts(
@@ -88,11 +100,21 @@ def by_experts(
     order = expert.argsort(stable=True)  # meanwhile
     rows, scales = x.index_select(0, order // slots), weights.reshape(-1, 1).index_select(0, order)
     joined = torch.cat([rows, scales], 1) if rows.dtype == scales.dtype else None
-    sent, received, numbers = _routed(counted(), expert, count, group, routing)
+    counts = counted()
+    sent, received, outside = routing.exchanged(counts, len(expert), group.rank())
+    if any(outside):
+        ranks = ", ".join(str(rank) for rank, beyond in enumerate(outside) if beyond)
+        raise ParallelError(
+            f"{sum(outside)} chosen experts of rank(s) {ranks} of ep are no experts, expected numbers from 0 to "
+            f"{count - 1}; choose expert 0 with weight 0 for a slot that is dropped, or use a mesh without ep"
+        )
+    repeats = counts[1, :, :-1].flatten().to(expert.device, non_blocking=True)
+    numbers = torch.arange(count // group.size(), device=expert.device).repeat(group.size())
+    numbers = numbers.repeat_interleave(repeats, output_size=sum(received))
     if joined is not None:  # one exchange instead of two
-        rows, scales = _Exchange.apply(joined, received, sent, group).split([x.shape[1], 1], 1)
+        rows, scales = _send(joined, received, sent, group).split([x.shape[1], 1], 1)
     else:
-        rows, scales = (_Exchange.apply(tensor, received, sent, group) for tensor in (rows, scales))
+        rows, scales = (_send(tensor, received, sent, group) for tensor in (rows, scales))
     arrived = len(rows)
     # one row, so that the same modules run and the same collectives follow in backward; no zeros, which may divide
     # something
@@ -100,7 +122,7 @@ def by_experts(
         ramp = torch.linspace(-1, 1, x.shape[1], device=x.device, dtype=rows.dtype)[None]
         rows, scales, numbers = torch.cat([rows, ramp]), F.pad(scales, (0, 0, 0, 1), value=1.0), numbers.new_zeros(1)
     computed = run(rows, numbers[:, None], scales)[:arrived]
-    back = _Exchange.apply(computed, sent, received, group)
+    back = _send(computed, sent, received, group)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     # The sum comes last: a view cannot be changed in place behind an FSDP2 unit.
     return back.index_select(0, places).view(*hidden.shape[:-1], slots, back.shape[-1]).sum(-2)
@@ -119,63 +141,31 @@ def refuse_shapes(hidden: Tensor, chosen: Tensor, weights: Tensor) -> None:
         )
 
 
-def _listed(numbers: Tensor) -> list[int]:
-    listed: list[int] = numbers.tolist()
-    return listed
-
-
 def _begin_count(expert: Tensor, count: int, group: Any) -> Callable[[], Tensor]:
     """Start to exchange how many rows chose each expert, or none: then all ranks raise; return what waits for them."""
-    size, held = group.size(), count // group.size()
+    size, columns = group.size(), count // group.size() + 1
     with beside(expert.device) as to_host:
-        known = (expert >= 0) & (expert < count)
-        chose = torch.zeros(count, dtype=torch.int64, device=expert.device).index_add_(
-            0, expert.clamp(0, count - 1), known.long()
-        )
-        mine = torch.cat([chose.view(size, held), (~known).sum().expand(size, 1)], 1)
-        heard = _all_to_all(mine.flatten(), [held + 1] * size, [held + 1] * size, group).view(size, held + 1)
-        return to_host(torch.stack([mine, heard]))
+        exists = (expert >= 0) & (expert < count)
+        chosen = torch.zeros(count, dtype=torch.int64, device=expert.device)
+        chosen.index_add_(0, expert.clamp(0, count - 1), exists.long())
+        sent = torch.cat([chosen.view(size, columns - 1), (~exists).sum().expand(size, 1)], 1)
+        received = _all_to_all(sent.flatten(), [columns] * size, [columns] * size, group).view(size, columns)
+        return to_host(torch.stack([sent, received]))
 
 
-def _routed(
-    counts: Tensor, expert: Tensor, count: int, group: Any, routing: Routing
-) -> tuple[list[int], list[int], Tensor]:
-    """Return the rows that go to each rank, that come from each, and the local expert of each that comes."""
-    sent, received, outside = routing.exchanged(counts, len(expert), group.rank())
-    if any(outside):
-        ranks = ", ".join(str(rank) for rank, beyond in enumerate(outside) if beyond)
-        raise ParallelError(
-            f"{sum(outside)} chosen experts of rank(s) {ranks} of ep are no experts, expected numbers from 0 to "
-            f"{count - 1}; choose expert 0 with weight 0 for a slot that is dropped, or use a mesh without ep"
-        )
-    theirs = counts[1, :, :-1].flatten().to(expert.device, non_blocking=True)
-    numbers = torch.arange(count // group.size(), device=expert.device).repeat(group.size())
-    return sent, received, numbers.repeat_interleave(theirs, output_size=sum(received))
+def _send(x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+    """Send rows to the ranks, in their order; gradients come back the same way."""
+    return link(x, _all_to_all, _send_back, received, sent, group)
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows to the ranks, in the order of ranks; their gradients come back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _all_to_all(x.contiguous(), received, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(grads[0], ctx.sent, ctx.received, ctx.group), None, None, None
+def _send_back(grad: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+    return _send(grad, sent, received, group)
 
 
-class Mean(torch.autograd.Function):
-    """A weight that saw the tokens of ``size`` ranks: its gradient is their sum, of which data ranks want the mean,
-    as of every other.
-    """
+def average_gradient(x: Tensor, size: int) -> Tensor:
+    """Return a weight that sees the tokens of ``size`` ranks: its gradient is their mean, as that of data ranks."""
+    return link(x, _view, _divide, size)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] / ctx.size, None
+def _divide(grad: Tensor, size: int) -> Tensor:
+    return grad / size

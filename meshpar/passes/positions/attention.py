@@ -21,9 +21,7 @@ NO_POSITIONS = (
     "a mapping"
 )
 _FLEX = ("cuda",)
-"""Devices that train through torch's flex attention, which reads a mask of blocks and skips those that no query
-sees.
-"""
+"""Devices that train through torch's flex attention, which skips blocks that no query sees."""
 _LEAST_CHANNELS = 16  # of a head, for flex attention's kernels
 _TILE = 128
 
@@ -54,8 +52,8 @@ class Mask:
 
 def exchange_of(module: nn.Module) -> Exchange | None:
     """Return how the ranks of a plan exchange this module's positions; None where each rank has all of them."""
-    known = installed(module)
-    return None if known is None or known.exchange is None or known.exchange.alone else known.exchange
+    changes = installed(module)
+    return None if changes is None or changes.exchange is None or changes.exchange.alone else changes.exchange
 
 
 def attention_mask(
@@ -94,14 +92,12 @@ def attention_mask(
                 "are none"
             )
         return None
-    found = documents(position_ids if exchange is None else exchange.values(position_ids, 1))
-    if found.shape[1] // (exchange.size if exchange is not None and exchange.transport == "gather" else 1) > BLOCK:
-        whole = torch.arange(found.shape[1], device=found.device)
-        queries = (
-            whole if exchange is None or exchange.transport == "heads" else exchange.rows(len(whole), found.device)
-        )
-        return Mask(found, window, dtype, block_mask(found, queries, window) if found.device.type in _FLEX else None)
-    sees = causal_mask(found, exchange, window=window)
+    numbers = documents(position_ids if exchange is None else exchange.values(position_ids, 1))
+    queries = _queries(numbers, exchange)
+    if len(queries) > BLOCK:
+        blocks = block_mask(numbers, queries, window) if numbers.device.type in _FLEX else None
+        return Mask(numbers, window, dtype, blocks)
+    sees = _sees(numbers, queries, numbers.shape[1], window)
     return sees if dtype is None else added(sees, dtype)
 
 
@@ -115,10 +111,15 @@ def causal_mask(
     documents: Tensor, exchange: Exchange | None, *, window: int | None = None, causal: bool = True
 ) -> Tensor:
     """Return the mask of :func:`attention_mask` for whole rows of ``documents`` (B, L), or without causality."""
+    return _sees(documents, _queries(documents, exchange), documents.shape[1], window, causal=causal)
+
+
+def _queries(documents: Tensor, exchange: Exchange | None) -> Tensor:
+    """Return the positions whose queries this rank has."""
     length, device = documents.shape[1], documents.device
-    whole = exchange is None or exchange.transport == "heads"
-    queries = torch.arange(length, device=device) if exchange is None or whole else exchange.rows(length, device)
-    return _sees(documents, queries, length, window, causal=causal)
+    if exchange is None or exchange.transport == "heads":
+        return torch.arange(length, device=device)
+    return exchange.rows(length, device)
 
 
 def _sees(documents: Tensor, queries: Tensor, keys: int, window: int | None, *, causal: bool = True) -> Tensor:
@@ -139,10 +140,7 @@ def added(sees: Tensor, dtype: torch.dtype) -> Tensor:
 
 # torch's, loaded where it is used
 def block_mask(documents: Tensor, queries: Tensor, window: int | None) -> Any:
-    """Return the mask of these queries (M,) as torch's BlockMask, from the edges of each block of 128 x 128.
-
-    torch's ``create_block_mask`` would make the whole (length, length) matrix to find the blocks.
-    """
+    """Return the mask of these queries (M,) as torch's BlockMask, without ever making a (length, length) matrix."""
     from torch.nn.attention.flex_attention import BlockMask
 
     length = documents.shape[1]
@@ -166,10 +164,10 @@ def block_mask(documents: Tensor, queries: Tensor, window: int | None) -> Any:
         return chosen.sum(-1).int(), chosen.int().argsort(stable=True, dim=-1, descending=True).int()
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        place = queries[query]
+        position = queries[query]
         row = row if len(documents) > 1 else torch.zeros_like(row)
-        seen = (documents[row, place] == documents[row, key]) & (place >= key)
-        return seen if window is None else seen & (place - key < window)
+        seen = (documents[row, position] == documents[row, key]) & (position >= key)
+        return seen if window is None else seen & (position - key < window)
 
     return BlockMask.from_kv_blocks(
         *listed(some & ~whole), *listed(whole), BLOCK_SIZE=_TILE, mask_mod=sees, seq_lengths=(len(queries), length)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from meshpar.core.errors import MeshparError, first_line
-from meshpar.passes.tensor.collectives import _all_gather, _all_to_all, _reduce_scatter
+from meshpar.passes.tensor.collectives import _all_gather, _all_to_all, _reduce_scatter, link
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Pieces = Callable[[range, int], Tensor]
@@ -40,10 +40,8 @@ def runs(length: int, size: int, rank: int, *, balance: bool) -> list[range]:
 class Exchange:
     """The exchange of positions over one axis, from one rank's side.
 
-    Attributes:
-        cut: not empty: attention lets no position see another, for the test of what else mixes positions.
-        alone: not empty: a rank has the whole sequence for a while, and nothing is exchanged.
-        as_written: make a model that is split by an adapter compute as it was written, for a while.
+    For a while, where they are not empty: ``cut`` lets attention see no other position, ``alone`` exchanges nothing.
+    ``as_written`` undoes what an adapter split.
     """
 
     group: Any
@@ -56,7 +54,7 @@ class Exchange:
     as_written: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
 
     def runs(self, length: int, rank: int | None = None) -> list[range]:
-        """Return the runs of positions of this rank, or of another, in a whole sequence of ``length``."""
+        """Return the runs of positions of this rank, or of another, in a sequence of ``length``."""
         return runs(length, self.size, self.rank if rank is None else rank, balance=self.balance)
 
     def rows(self, length: int, device: torch.device, rank: int | None = None) -> Tensor:
@@ -73,17 +71,13 @@ class Exchange:
                 stack.enter_context(context())
             yield
 
-    def stacked(self, x: Tensor) -> Tensor:
-        """Return the ranks' ``x`` joined along dim 0, without a gradient."""
-        return _all_gather(x.detach(), 0, self.group)
-
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """Return the ranks' parts of ``x`` joined along ``dim`` in order; gradients are summed over the axis."""
-        return _Whole.apply(x, dim, self)
+        return _join(x, dim, self)
 
     def values(self, x: Tensor, dim: int) -> Tensor:
         """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order, without a gradient."""
-        return self._in_order(_all_gather(x.detach(), 0, self.group), dim)
+        return _gather_positions(x.detach(), dim, self)
 
     def attend(
         self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces | None, *, causal: bool = True
@@ -130,7 +124,7 @@ class Exchange:
                 if groups * factor % self.size == 0 and heads // groups % factor == 0
             )
             k, v = _own(k, copies), _own(v, copies)
-        q, k, v = (_ToHeads.apply(tensor, self) for tensor in (q, k, v))
+        q, k, v = (_to_heads(tensor, self) for tensor in (q, k, v))
         try:
             attended = run_by_run(inner, q, k, v, mask, [range(q.shape[2])], causal=causal)
         except torch.OutOfMemoryError:
@@ -140,114 +134,92 @@ class Exchange:
                 f"attention does not run with {heads // self.size} of its {heads} heads ({first_line(error)}): it has "
                 "separate values for each head; use ContextParallel(transport='gather')"
             ) from error
-        return _ToPositions.apply(attended, self)
+        return _to_positions(attended, self)
 
     def _in_order(self, stacked: Tensor, dim: int) -> Tensor:
         """Join what the ranks hold, stacked along dim 0, along ``dim`` in the sequence's order."""
-        parts = stacked.chunk(self.size, 0)
+        parts, pieces = stacked.chunk(self.size, 0), dict[int, Tensor]()
         length = sum(part.shape[dim] for part in parts)
-        pieces: list[tuple[int, Tensor]] = []
         for rank, part in enumerate(parts):
-            begin = 0
-            for run in self.runs(length, rank):
-                pieces.append((run.start, part.narrow(dim, begin, len(run))))
-                begin += len(run)
-        return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], dim)
+            runs = self.runs(length, rank)
+            pieces.update(zip([run.start for run in runs], part.split([len(run) for run in runs], dim)))
+        return torch.cat([pieces[start] for start in sorted(pieces)], dim)
 
     def _by_rank(self, whole: Tensor, dim: int) -> Tensor:
         """Stack along dim 0 what each rank holds of ``whole``."""
-        length = whole.shape[dim]
-        mine = [
-            [whole.narrow(dim, run.start, len(run)) for run in self.runs(length, rank)] for rank in range(self.size)
-        ]
-        return torch.cat([torch.cat(parts, dim) for parts in mine], 0)
+        every_run = [self.runs(whole.shape[dim], rank) for rank in range(self.size)]
+        return torch.cat(
+            [torch.cat([whole.narrow(dim, run.start, len(run)) for run in runs], dim) for runs in every_run], 0
+        )
 
 
 def run_by_run(
     inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces, queries: list[range], *, causal: bool = True
 ) -> Tensor:
-    """Attend with runs of consecutive queries, each with the keys that it may see.
-
-    A mask that makes pieces has at most :data:`BLOCK` queries attend at a time, recomputed in backward, so that no
-    (length, length) matrix is ever held.
+    """Attend with runs of consecutive queries, each with the keys that it may see; at most :data:`BLOCK` queries at a
+    time, recomputed in backward, where a mask makes pieces.
     """
     if not isinstance(mask, Tensor) and not callable(mask):  # blocks of all queries, for a kernel that holds no scores
         return inner(q, k, v, mask)
-    runs = (
-        queries
-        if isinstance(mask, Tensor)
-        else [query[begin : begin + BLOCK] for query in queries for begin in range(0, len(query), BLOCK)]
-    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, run: range, seen: int) -> Tensor:
+        assert not isinstance(mask, Tensor)
+        return inner(q, k, v, mask(run, seen))
+
+    if not isinstance(mask, Tensor):
+        queries = [query[begin : begin + BLOCK] for query in queries for begin in range(0, len(query), BLOCK)]
     outputs, begin = [], 0
-    for run in runs:
+    for run in queries:
         seen = run.stop if causal else k.shape[2]
-        mine = slice(begin, begin + len(run))
-        parts = q[:, :, mine], k[:, :, :seen], v[:, :, :seen]
+        rows = slice(begin, begin + len(run))
+        parts = q[:, :, rows], k[:, :, :seen], v[:, :, :seen]
         begin += len(run)
         if isinstance(mask, Tensor):
-            outputs.append(inner(*parts, mask[:, :, mine, :seen]))
+            outputs.append(inner(*parts, mask[:, :, rows, :seen]))
         else:
-            outputs.append(checkpoint(_with_piece, inner, *parts, mask, run, seen, use_reentrant=False))
+            outputs.append(checkpoint(attend, *parts, run, seen, use_reentrant=False))
     return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
-
-
-def _with_piece(inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Pieces, queries: range, seen: int) -> Tensor:
-    return inner(q, k, v, mask(queries, seen))
 
 
 def _own(x: Tensor, copies: int) -> Tensor:
     return x.repeat_interleave(copies, 1) if copies > 1 else x
 
 
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, exchange: Exchange) -> Tensor:
-        ctx.dim, ctx.exchange = dim, exchange
-        return exchange._in_order(_all_gather(x, 0, exchange.group), dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _SumOfParts.apply(grads[0], ctx.dim, ctx.exchange), None, None
+def _join(x: Tensor, dim: int, exchange: Exchange) -> Tensor:
+    return link(x, _gather_positions, _sum_parts, dim, exchange)
 
 
-class _SumOfParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, exchange: Exchange) -> Tensor:
-        ctx.dim, ctx.exchange = dim, exchange
-        return _reduce_scatter(exchange._by_rank(x, dim), 0, exchange.group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _Whole.apply(grads[0], ctx.dim, ctx.exchange), None, None
+def _sum_parts(x: Tensor, dim: int, exchange: Exchange) -> Tensor:
+    return link(x, _scatter_positions, _join, dim, exchange)
 
 
-class _ToHeads(torch.autograd.Function):
-    """(B, H, M, C) of this rank's positions to (B, H / size, N, C) of all positions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange._in_order(_swap(torch.cat(x.chunk(exchange.size, 1), 0), exchange), 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _ToPositions.apply(grads[0], ctx.exchange), None
+def _to_heads(x: Tensor, exchange: Exchange) -> Tensor:
+    """Return (B, H / size, N, C) of all positions, of (B, H, M, C) of this rank's positions."""
+    return link(x, _swap_to_heads, _to_positions, exchange)
 
 
-class _ToPositions(torch.autograd.Function):
-    """(B, H / size, N, C) of all positions to (B, H, M, C) of this rank's positions."""
+def _to_positions(x: Tensor, exchange: Exchange) -> Tensor:
+    """Return (B, H, M, C) of this rank's positions, of (B, H / size, N, C) of all positions."""
+    return link(x, _swap_to_positions, _to_heads, exchange)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return torch.cat(_swap(exchange._by_rank(x, 2), exchange).chunk(exchange.size, 0), 1)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _ToHeads.apply(grads[0], ctx.exchange), None
+def _gather_positions(x: Tensor, dim: int, exchange: Exchange) -> Tensor:
+    return exchange._in_order(_all_gather(x, 0, exchange.group), dim)
+
+
+def _scatter_positions(x: Tensor, dim: int, exchange: Exchange) -> Tensor:
+    return _reduce_scatter(exchange._by_rank(x, dim), 0, exchange.group)
+
+
+def _swap_to_heads(x: Tensor, exchange: Exchange) -> Tensor:
+    return exchange._in_order(_swap(torch.cat(x.chunk(exchange.size, 1), 0), exchange), 2)
+
+
+def _swap_to_positions(x: Tensor, exchange: Exchange) -> Tensor:
+    return torch.cat(_swap(exchange._by_rank(x, 2), exchange).chunk(exchange.size, 0), 1)
 
 
 def _swap(x: Tensor, exchange: Exchange) -> Tensor:
     """Send the r-th part along dim 0 to rank r, and return what came, in the order of ranks."""
     rows = [x.shape[0] // exchange.size] * exchange.size
-    return _all_to_all(x.contiguous(), rows, rows, exchange.group)
+    return _all_to_all(x, rows, rows, exchange.group)

@@ -1,8 +1,8 @@
-"""ContextParallel: each rank holds a part of every sequence, and attention sees the whole."""
+"""ContextParallel: each rank holds a part of every sequence and of a batch, and attention sees the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
@@ -19,6 +19,7 @@ from meshpar.core.passes import Pass, Role, Stage, unmatched
 from meshpar.core.patterns import find_modules
 from meshpar.passes.positions.exchange import Exchange, Transport, runs
 from meshpar.step.forwards import record, set_forward
+from meshpar.tensors.pytrees import leaves
 
 
 @final
@@ -56,7 +57,7 @@ class ContextParallel(Pass):
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if self.transport not in ("gather", "heads"):
             yield f"ContextParallel(transport={self.transport!r}) must be 'gather' or 'heads'"
-        mixers = (*layout.attention.mixers, *self.mixers)
+        mixers = self._mixers(layout)
         if layout.attention.refusal:
             yield layout.attention.refusal
         elif layout.attention.mixers_refusal and not mixers:
@@ -71,12 +72,10 @@ class ContextParallel(Pass):
                 yield unmatched(f"{pattern!r}, which mixes positions,", pattern, module)
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        found = [
-            name for pattern in (*layout.attention.mixers, *self.mixers) for name, _ in find_modules(module, pattern)
-        ]
-        if mesh.axes["cp"] > 1 and found:
+        names = [name for pattern in self._mixers(layout) for name, _ in find_modules(module, pattern)]
+        if mesh.axes["cp"] > 1 and names:
             yield (
-                f"ContextParallel: each rank computes {len(found)} modules ({found[0]}, ...) on whole sequences, "
+                f"ContextParallel: each rank computes {len(names)} modules ({names[0]}, ...) on whole sequences, "
                 "because they mix positions in another way: exact, but their time and memory are not divided"
             )
 
@@ -97,14 +96,13 @@ class ContextParallel(Pass):
         attending = [child for pattern in layout.attention.modules for _, child in find_modules(module, pattern)]
         for child in (module, *attending):
             record(child).exchange = exchange
-        for mixer in {
-            child: None
-            for pattern in (*layout.attention.mixers, *self.mixers)
-            for _, child in find_modules(module, pattern)
-        }:
+        for mixer in {child for pattern in self._mixers(layout) for _, child in find_modules(module, pattern)}:
             _compute_whole(mixer, exchange)
         if layout.attention.exchange is not None:
             layout.attention.exchange(module, exchange)
+
+    def _mixers(self, layout: ModelLayout) -> tuple[str, ...]:
+        return (*layout.attention.mixers, *self.mixers)
 
 
 def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
@@ -115,8 +113,8 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
         hidden = _hidden((*args, *kwargs.values()))
         if exchange.alone or hidden is None:
             return inner(*args, **kwargs)
-        rows, part = hidden.shape[:2]
-        length = part * exchange.size
+        rows, positions = hidden.shape[:2]
+        length = positions * exchange.size
 
         def whole(value: object) -> object:
             if not isinstance(value, Tensor):
@@ -124,7 +122,7 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
             if value.ndim == 4 and value.shape[0] == 1:
                 # attention of a model's own may insist on a mask for each row
                 value = value.expand(rows, *value.shape[1:])
-            dim = _dim_of_positions(value, part)
+            dim = _dim_of_positions(value, positions)
             if dim is None:
                 return value
             if exchange.cut:
@@ -134,17 +132,17 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
         def own(value: object) -> object:
             if not (isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == length):
                 return value
-            mine = value.index_select(1, exchange.rows(length, value.device))
-            return torch.zeros_like(mine) if exchange.cut else mine
+            part = value.index_select(1, exchange.rows(length, value.device))
+            return torch.zeros_like(part) if exchange.cut else part
 
         args, kwargs = tree_map(whole, (args, kwargs))
         with exchange.unsplit():
             output = inner(*args, **kwargs)
-        made = _hidden(output)
-        if made is not None and made.shape[1] != length:
+        result = _hidden(output)
+        if result is not None and result.shape[1] != length:
             raise MeshparError(
                 f"{type(module).__name__} computes whole sequences of {length} positions under ContextParallel, and "
-                f"returned {tuple(made.shape)}: under sequence parallelism its output is split once more; use "
+                f"returned {tuple(result.shape)}: under sequence parallelism its output is split once more; use "
                 "TensorParallel(sequence_parallel=False), or a mesh without cp"
             )
         return tree_map(own, output)
@@ -154,10 +152,8 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
 
 def _hidden(values: object) -> Tensor | None:
     """Return the first hidden states (B, L, D) of a module's inputs or outputs."""
-    found = (
-        leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.ndim == 3 and leaf.is_floating_point()
-    )
-    return next(found, None)
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return next((tensor for tensor in tensors if tensor.ndim == 3 and tensor.is_floating_point()), None)
 
 
 def _dim_of_positions(value: Tensor, part: int) -> int | None:
@@ -166,3 +162,41 @@ def _dim_of_positions(value: Tensor, part: int) -> int | None:
         return 3 if value.shape[3] == part else None
     dims = {2: (1, 0), 3: (1,), 4: (2,)}.get(value.ndim, ())
     return next((dim for dim in dims if value.shape[dim] == part), None)
+
+
+def with_positions(batch: object, dim: int) -> list[Tensor]:
+    """Return the tensors of a batch that have the dimension of positions, all of one length."""
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > dim]
+    lengths = sorted({tensor.shape[dim] for tensor in tensors})
+    if len(lengths) != 1:
+        raise MeshparError(
+            f"split requires tensors of one length along dim {dim}, got {lengths or 'none'}; split each length alone"
+        )
+    return tensors
+
+
+def positions(splitter: Pass, length: int, axis: str, size: int, index: int) -> Tensor:
+    """Return the positions, of ``length`` ones, that a pass gives to the rank at ``index`` of an axis."""
+    if length % size:
+        raise MeshparError(f"{axis}={size} does not divide {length} positions; pad the batch to a multiple of {size}")
+    return splitter.positions(length, size, index)
+
+
+def selected(values: object, index: Tensor, dim: int) -> object:
+    """Return ``values`` with the tensors in it cut to ``index`` along ``dim``. Tensors without such a dim stay."""
+    if isinstance(values, Tensor):
+        return _index_pinned(values, index.to(values.device, non_blocking=True), dim) if values.ndim > dim else values
+    if isinstance(values, Mapping):
+        return {name: selected(value, index, dim) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        parts = [selected(value, index, dim) for value in values]
+        return parts if isinstance(values, list) else tuple(parts)
+    return values
+
+
+def _index_pinned(values: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Return ``index_select``, for page-locked memory in such memory: its copy to a device does not wait."""
+    if not values.is_pinned():
+        return values.index_select(dim, index)
+    shape = [len(index) if number == dim else size for number, size in enumerate(values.shape)]
+    return torch.index_select(values, dim, index, out=torch.empty(shape, dtype=values.dtype, pin_memory=True))

@@ -63,15 +63,8 @@ class SentArrivals(Arrivals):
 class Context:
     """The context that all styles of one application share.
 
-    Attributes:
-        rank: this rank's place on the axis.
-        root: the outermost module.
-        random: random state, which follows the split; None where nothing is drawn.
-        arrivals: whether ranks run the same modules; None where that is not looked at.
-        inputs: keyword names under which a region may receive its hidden states.
-        placed: id of a parameter before or after -> references to both, so that tied ones stay tied.
-        joining: modules at whose end random state is the axis's shared one again.
-        styled: the modules that have a style of their own.
+    ``random`` and ``arrivals`` are None where nothing is drawn or looked at. ``placed``: id of a parameter before or
+    after -> both, so that tied ones stay tied. ``joining``: modules at whose end random state is shared again.
     """
 
     mesh: DeviceMesh

@@ -29,20 +29,22 @@ _WHOLE_SHARE = 0.25
 @final
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A parsed table: module pattern -> style, parameter pattern -> text (None: whole), and wrong entries."""
+    """A parsed table: pattern -> style of modules, text of parameters (None: whole); wrong entries; styled modules."""
 
+    names: list[str]  # of all parameters
     modules: dict[str, Style] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """Every pattern of the table."""
-        return (*self.modules, *self.parameters)
+    styled: list[tuple[str, nn.Module, Style]] = field(default_factory=list)
 
     def covers(self, name: str) -> bool:
         """Return whether a pattern names the parameter ``name`` itself."""
         return any(matches(pattern, name) for pattern in self.parameters)
+
+    def named(self, *texts: str) -> dict[str, str]:
+        """Return the parameters with one of these texts, and the text of each."""
+        pairs = [(pattern, text) for pattern, text in self.parameters.items() if text in texts]
+        return {name: text for pattern, text in pairs for name in self.names if matches(pattern, name)}
 
 
 @final
@@ -93,25 +95,26 @@ class TensorParallel(Pass):
                 "which returns a layout"
             )
         for pattern, style in table.modules.items():
-            found = list(find_modules(module, pattern))
-            if not found:
+            matched = list(find_modules(module, pattern))
+            if not matched:
                 yield unmatched(f"tensor-parallel pattern {pattern!r}", pattern, module)
-            for name, child in found:
+            for name, child in matched:
                 for problem in style.problems(name, child, size):
-                    yield problem.replace(whole_styles([name]), whole_styles(_split_together(module, table, name)))
+                    yield problem.replace(whole_styles([name]), whole_styles(_split_together(table, name)))
         for name, owner, parts in _parameter_styles(module, table):
             yield from parts.problems(name, owner, size)
         yield from self._head_problems(module, layout, size)
         yield from self._tie_problems(module, layout)
         yield from _region_problems(module, table)
         yield from _own_problems(module, table)
-        yield from _sum_problems(module, table)
+        yield from _sum_problems(table)
         if self.sequence_parallel and not any(isinstance(style, Sequence) for style in table.modules.values()):
             yield (
                 "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it names "
                 "none: leave it off"
             )
-        if self.sequence_parallel and not _splits_sequence(module, table):
+        lookups = [style for _, child, style in table.styled if isinstance(child, nn.Embedding)]
+        if self.sequence_parallel and not any(style.splits_positions for style in lookups):
             yield (
                 "sequence_parallel needs an embedding in the layout's tensor-parallel table that splits the sequence "
                 "('vocab', or 'sequence' for positions); it names none, so every rank would treat the whole sequence "
@@ -129,8 +132,8 @@ class TensorParallel(Pass):
             )
         split, sizes = self.shards(module, layout), {name: p.numel() for name, p in module.named_parameters()}
         meant = [pattern for pattern, style in layout.tensor.styles.items() if style is None]
-        left = (name for name in sizes if name not in split and not any(covers(pattern, name) for pattern in meant))
-        whole = sorted(left, key=lambda name: -sizes[name])
+        whole = [name for name in sizes if name not in split and not any(covers(pattern, name) for pattern in meant)]
+        whole = sorted(whole, key=lambda name: -sizes[name])
         share = sum(sizes[name] for name in whole) / max(1, sum(sizes.values()))
         if mesh.axes["tp"] > 1 and share > _WHOLE_SHARE:
             yield (
@@ -141,34 +144,25 @@ class TensorParallel(Pass):
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         table = self._table(module, layout)
-        owners = {
-            name
-            for pattern, style in table.modules.items()
-            if style.splits
-            for name, _ in find_modules(module, pattern)
-        }
-        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        split = [pattern for pattern, text in table.parameters.items() if text == PER_HEAD]
-        return {
-            name
-            for name in names
-            if name.rpartition(".")[0] in owners or any(matches(pattern, name) for pattern in split)
-        }
+        owners, split = {name for name, _, style in table.styled if style.splits}, table.named(PER_HEAD)
+        return {name for name in table.names if name.rpartition(".")[0] in owners or name in split}
 
     def install(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts) -> Installed:
         axis, checking = mesh["tp"], facts.find(Checking)
         looks = checking is not None and checking.guards != "off"
         arrivals = runtime.standing_in(Arrivals(always=checking.guards == "always")) if checking and looks else None
-        context = self._split(module, layout, axis, axis.get_group(), axis.get_local_rank(), arrivals)
-        return Installed(facts=[context])
+        return Installed(facts=[self.split(module, layout, axis, axis.get_group(), axis.get_local_rank(), arrivals)])
 
-    def split(self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int) -> Context:
-        """Split ``module`` in place as ``rank`` of ``axis`` holds it, with collectives on ``group``."""
-        return self._split(module, layout, axis, group, rank, None)
-
-    def _split(
-        self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int, arrivals: Arrivals | None
+    def split(
+        self,
+        module: nn.Module,
+        layout: ModelLayout,
+        axis: DeviceMesh,
+        group: Any,
+        rank: int,
+        arrivals: Arrivals | None = None,
     ) -> Context:
+        """Split ``module`` in place as ``rank`` of ``axis`` holds it, with collectives on ``group``."""
         draws = (layout.dropout or draws_random(module)) and not self.sequence_parallel
         context = Context(
             mesh=axis,
@@ -181,34 +175,26 @@ class TensorParallel(Pass):
             arrivals=arrivals,
             inputs=layout.tensor.hidden_inputs,
         )
-        self._install(module, layout, context)
-        return context
-
-    def _install(self, module: nn.Module, layout: ModelLayout, context: Context) -> None:
         table = self._table(module, layout)
         # A wrapper that takes a module's own parameters goes inside of the one that prepares its inputs.
-        found = [*_parameter_styles(module, table)]
-        found += [
-            (name, child, style)
-            for pattern, style in table.modules.items()
-            for name, child in find_modules(module, pattern)
-        ]
-        found = list(_with_copied_heads(module, layout, found, context.size))
-        context.regions.update({name: style for name, _, style in found if style.is_region})
-        context.styles.update({name: style for name, _, style in found})
-        for name, child, style in found:
+        styled = [*_parameter_styles(module, table), *table.styled]
+        styled = list(_with_copied_heads(module, layout, styled, context.size))
+        context.regions.update({name: style for name, _, style in styled if style.is_region})
+        context.styles.update({name: style for name, _, style in styled})
+        for name, child, style in styled:
             style.shard(name, child, context)
         keep_whole(module, context)
         context.placed.clear()
-        for name, child, style in found:
+        for name, child, style in styled:
             style.install(name, child, context)
-        context.styled.update(child for _, child, _ in found)
+        context.styled.update(child for _, child, _ in styled)
         see_whole(module, {block for _, block in find_blocks(module, layout)}, set(context.styled))
+        return context
 
     def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
         """Return the layout's table, parsed; this pass's entries replace those of the modules that they match."""
-        table, entries = _Table(), dict(layout.tensor.styles)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        table, entries = _Table(names), dict(layout.tensor.styles)
         for pattern, text in self.styles.items():
             replaced = _take_out(module, entries, pattern)
             if text is not None:
@@ -224,17 +210,19 @@ class TensorParallel(Pass):
             if any(matches(pattern, name) for name in names):
                 table.parameters[pattern] = text
                 if text not in (*PARAMETER_STYLES, None):
-                    known = ", ".join(PARAMETER_STYLES)
+                    styles = ", ".join(PARAMETER_STYLES)
                     table.problems.append(
-                        f"{pattern!r} names a parameter, which supports the styles {known}, or None; got {text!r}"
+                        f"{pattern!r} names a parameter, which supports the styles {styles}, or None; got {text!r}"
                     )
                 continue
             if text is None:
                 continue
             try:
-                table.modules[pattern] = parse(text)
+                style = table.modules[pattern] = parse(text)
             except ValueError as error:
                 table.problems.append(f"{pattern!r}: {error}")
+            else:
+                table.styled.extend((name, child, style) for name, child in find_modules(module, pattern))
         return table
 
     def _head_problems(self, module: nn.Module, layout: ModelLayout, size: int) -> Iterator[str]:
@@ -247,64 +235,56 @@ class TensorParallel(Pass):
     def _tie_problems(self, module: nn.Module, layout: ModelLayout) -> Iterator[str]:
         split = self.shards(module, layout)
         for group in layout.tied:
-            inside = [name for name in group if name in split]
-            if inside and len(inside) < len(group):
+            tied = [name for name in group if name in split]
+            if tied and len(tied) < len(group):
                 missing = next(name for name in group if name not in split)
                 yield (
-                    f"{inside[0]} is tied to {missing}, and only {inside[0]} is split over tp; give both a style, or "
+                    f"{tied[0]} is tied to {missing}, and only {tied[0]} is split over tp; give both a style, or "
                     "neither"
                 )
 
 
 def _take_out(module: nn.Module, entries: dict[str, Any], pattern: str) -> bool:
-    """Take the modules that ``pattern`` matches out of a table, and tell whether there were any."""
-    named = pattern in entries
+    """Take the modules that ``pattern`` matches out of a table, and return whether there were any."""
+    is_entry = pattern in entries
     entries.pop(pattern, None)
-    found = {known: [name for name, _ in find_modules(module, known)] for known in entries}
-    left = {name for name, _ in find_modules(module, pattern)}
-    hit = [known for known, held in found.items() if left.intersection(held)]
-    for known in hit:
-        style = entries.pop(known)
-        entries.update({name: style for name in found[known] if name not in left})
-    return named or bool(hit)
+    names = {entry: [name for name, _ in find_modules(module, entry)] for entry in entries}
+    taken = {name for name, _ in find_modules(module, pattern)}
+    hit = [entry for entry in entries if taken.intersection(names[entry])]
+    for entry in hit:
+        style = entries.pop(entry)
+        entries.update({name: style for name in names[entry] if name not in taken})
+    return is_entry or bool(hit)
 
 
 def _with_copied_heads(
-    module: nn.Module, layout: ModelLayout, found: list[tuple[str, nn.Module, Style]], size: int
+    module: nn.Module, layout: ModelLayout, styled: list[tuple[str, nn.Module, Style]], size: int
 ) -> Iterator[tuple[str, nn.Module, Style]]:
-    """Yield what was found, with the projections to fewer heads than ranks in a style of their own."""
+    """Yield styled modules, with the projections to fewer heads than ranks in a style of their own."""
     heads = {
         name: layout.tensor.heads[pattern]
         for pattern in layout.tensor.copied_heads
         for name, _ in find_modules(module, pattern)
     }
-    ratios: dict[int, tuple[nn.Module, int]] = {}
-    for name, child, style in found:
+    ratios: dict[nn.Module, int] = {}
+    for name, child, style in styled:
         if style == Colwise() and heads.get(name, size) % size:
             if layout.tensor.head_ratio:
                 owner = module.get_submodule(name.rpartition(".")[0])
-                known = installed(owner)
-                before = vars(owner) if known is None else {**vars(owner), **known.attributes}
-                ratios[id(owner)] = (owner, before[layout.tensor.head_ratio] * heads[name] // size)
+                changes = installed(owner)
+                attributes = vars(owner) if changes is None else {**vars(owner), **changes.attributes}
+                ratios[owner] = attributes[layout.tensor.head_ratio] * heads[name] // size
             style = CopiedHeads(heads[name])
         yield name, child, style
-    for owner, ratio in ratios.values():
+    for owner, ratio in ratios.items():
         set_attribute(owner, layout.tensor.head_ratio, ratio)
-
-
-def _splits_sequence(module: nn.Module, table: _Table) -> bool:
-    """Return whether activations are split along the sequence, by a split lookup or a rank's positions."""
-    found = ((style, child) for pattern, style in table.modules.items() for _, child in find_modules(module, pattern))
-    return any(isinstance(child, nn.Embedding) and style.splits_positions for style, child in found)
 
 
 def _parameter_styles(module: nn.Module, table: _Table) -> list[tuple[str, nn.Module, Style]]:
     """Return (owner's name, owner, style) for the owners of parameters that the table names one by one."""
     owners: dict[str, dict[str, str]] = {}
-    for pattern, text in table.parameters.items():
-        for name, _ in module.named_parameters(remove_duplicate=False):
-            if matches(pattern, name) and text in PARAMETER_STYLES:
-                owners.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = text
+    for name, text in table.named(*PARAMETER_STYLES).items():
+        owners.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = text
     return [
         (
             owner,
@@ -327,59 +307,41 @@ def _once(problems: Iterator[str]) -> Iterator[str]:
         yield first + (f" (and {len(others)} more like it)" if others else "")
 
 
-def _split_together(module: nn.Module, table: _Table, name: str) -> list[str]:
+def _split_together(table: _Table, name: str) -> list[str]:
     """Return the modules and parameters that are split, or whole, together with ``name``."""
-    styled = {path: style for pattern, style in table.modules.items() for path, _ in find_modules(module, pattern)}
-    regions = [path for path, style in styled.items() if style.is_region and name.startswith(f"{path}.")]
-    if not regions and styled[name].stands_alone:
+    styles = {path: style for path, _, style in table.styled}
+    regions = [path for path, style in styles.items() if style.is_region and name.startswith(f"{path}.")]
+    if not regions and styles[name].stands_alone:
         return [name]
     region = max(regions, key=len, default=None)
     around = name.rpartition(".")[0] if region is None else region
-    split = [pattern for pattern, text in table.parameters.items() if text is not None]
-    split = [
-        parameter_name
-        for parameter_name, _ in module.named_parameters()
-        if any(matches(pattern, parameter_name) for pattern in split)
-    ]
-    return [
-        *([] if region is None else [region]),
-        *(inner for inner in (*styled, *split) if inner.startswith(f"{around}.")),
-    ]
+    paths = [path for path in (*styles, *table.named(*PARAMETER_STYLES)) if path.startswith(f"{around}.")]
+    return paths if region is None else [region, *paths]
 
 
 def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
     """Yield parameters of modules with split projections that no style covers: they may count features."""
-    styled = {name for pattern in table.modules for name, _ in find_modules(module, pattern)}
-    split = [
-        name
-        for pattern, style in table.modules.items()
-        if style == Colwise()
-        for name, _ in find_modules(module, pattern)
-    ]
+    styled = {name for name, _, _ in table.styled}
+    split = [name for name, _, style in table.styled if style == Colwise()]
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in split):
         for name, parameter in module.get_submodule(owner).named_parameters(recurse=False):
             if owner not in styled and not table.covers(f"{owner}.{name}"):
-                inside = ", ".join(
-                    sorted(
-                        f"{pattern!r}: None" for pattern in table.patterns if matches(pattern.rpartition(".")[0], owner)
-                    )
-                )
+                patterns = [*table.modules, *table.parameters]
+                entries = [entry for entry in patterns if matches(entry.rpartition(".")[0], owner)]
                 yield (
                     f"{owner}.{name} {tuple(parameter.shape)} has no style among projections split by heads or "
                     f"features; give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where "
                     "each rank uses the whole of it with its heads or features, None where it meets whole features (a "
-                    f"scale of the output), or leave its projections whole: TensorParallel(styles={{{inside}}})"
+                    f"scale of the output), or leave its projections whole: {whole_styles(sorted(entries))}"
                 )
 
 
-def _sum_problems(module: nn.Module, table: _Table) -> Iterator[str]:
-    """Yield modules whose gradients would be summed though every rank knows the whole: nothing beside them is split."""
-    parting = [pattern for pattern, style in table.modules.items() if style.splits and style != Colwise(gather="yes")]
-    found = [pair for pattern in parting for pair in find_modules(module, pattern)]
-    split = {name.rpartition(".")[0] for name, _ in found}
-    split |= {name for name, child in found if not isinstance(child, nn.Linear)}
-    summed = [pattern for pattern, style in table.modules.items() if style.sums_gradients]
-    for name, _ in (found for pattern in summed for found in find_modules(module, pattern)):
+def _sum_problems(table: _Table) -> Iterator[str]:
+    """Yield modules whose gradients would be summed though every rank knows the whole: nothing there is split."""
+    parting = [(name, child) for name, child, style in table.styled if style.splits and style != Colwise(gather="yes")]
+    split = {name.rpartition(".")[0] for name, _ in parting}
+    split |= {name for name, child in parting if not isinstance(child, nn.Linear)}
+    for name in (name for name, _, style in table.styled if style.sums_gradients):
         owner = name.rpartition(".")[0]
         if not any(inner == owner or inner.startswith(f"{owner}.") for inner in split):
             yield (
@@ -390,19 +352,16 @@ def _sum_problems(module: nn.Module, table: _Table) -> Iterator[str]:
 
 def _region_problems(module: nn.Module, table: _Table) -> Iterator[str]:
     """Yield parameters inside a region without a style: nobody would sum their gradients."""
-    regions = [
-        name for pattern, style in table.modules.items() if style.is_region for name, _ in find_modules(module, pattern)
-    ]
-    styled = {name for pattern in table.modules for name, _ in find_modules(module, pattern)} - set(regions)
-    for name, _ in module.named_parameters(remove_duplicate=False):
+    regions = [name for name, _, style in table.styled if style.is_region]
+    styled = {name for name, _, _ in table.styled} - set(regions)
+    for name in table.names:
         owner = name.rpartition(".")[0]
         outer = next((region for region in regions if owner == region or owner.startswith(region + ".")), None)
         if outer is None or table.covers(name):
             continue
         if not any(owner == path or owner.startswith(path + ".") for path in styled):
-            shape = tuple(module.get_parameter(name).shape)
             yield (
-                f"{name} {shape} in region {outer} has no style, so its gradient would be incomplete; give {name!r} "
-                "'grad_sum' where each rank's heads use it whole, 'per_head' where its first dim counts heads or "
-                "features, None where it meets whole features"
+                f"{name} {tuple(module.get_parameter(name).shape)} in region {outer} has no style, so its gradient "
+                f"would be incomplete; give {name!r} 'grad_sum' where each rank's heads use it whole, 'per_head' where "
+                "its first dim counts heads or features, None where it meets whole features"
             )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -46,7 +45,6 @@ class Parts(Style):
     splits = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield parameters that have no rule, and dims that the axis does not divide."""
         for parameter, value in module.named_parameters(recurse=False):
             if parameter not in self.dims:
                 if self.sums and parameter not in self.added:
@@ -66,46 +64,40 @@ class Parts(Style):
                 )
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Split the parameters."""
         for parameter, (dim, _) in self.dims.items():
             value = module._parameters.get(parameter)
             if value is not None:
                 shard_parameter(module, parameter, dim % value.ndim, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Let the forward see local tensors; prepare inputs and reduce the output where it sums."""
         inner, group = module.forward, context.group
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.sums:
-                return with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
+                return with_own(module, self._parts(module, group), lambda: inner(*args, **kwargs))
             args = tuple(_enter(value, context) for value in args)
             kwargs = {key: _enter(value, context) for key, value in kwargs.items()}
             first = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor))
             context.part(module, first)
             try:
-                output = with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
+                output = with_own(module, self._parts(module, group), lambda: inner(*args, **kwargs))
             finally:  # a recomputation may stop inside
                 context.join()
             return context.leave(output)
 
         set_forward(module, forward, reads_parameters=True)
 
-    def _held(self, module: nn.Module, group: Any) -> dict[str, Tensor]:
-        held = {}
-        for name, value in module._parameters.items():
-            if value is None:
-                continue
-            if name in self.dims:
-                dim, parts = self.dims[name]
-                held[name] = regroup(local(value), parts, dim % value.ndim, group) if parts > 1 else local(value)
-            elif name in self.added:
-                held[name] = copy_weight(local(value), group) / group.size()
-            elif name in self.summed:
-                held[name] = copy_weight(local(value), group)
-            else:
-                held[name] = local(value)
-        return held
+    def _parts(self, module: nn.Module, group: Any) -> dict[str, Tensor]:
+        """Return what this rank computes with in the place of the module's own parameters."""
+        parts = {name: local(value) for name, value in module._parameters.items() if value is not None}
+        for name, part in parts.items():
+            dim, fused = self.dims.get(name, (0, 1))
+            if fused > 1:
+                parts[name] = regroup(part, fused, dim % part.ndim, group)
+            elif name not in self.dims and name in (*self.added, *self.summed):
+                whole = copy_weight(part, group)
+                parts[name] = whole / group.size() if name in self.added else whole
+        return parts
 
 
 @final
@@ -122,17 +114,15 @@ class Experts(Style):
     splits = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield a number of experts that the axis does not divide, where there is no other way."""
         count = _expert_count(module)
         if count % size == 0:
             return
-        inside = list(self.otherwise.problems(name, module, size)) if self.otherwise else [""]
-        if inside:
+        problems = list(self.otherwise.problems(name, module, size)) if self.otherwise else [""]
+        if problems:
             yield f"{name} has {count} experts, which tp={size} does not divide; {sizes_text('tp', count)}"
-            yield from filter(None, inside)
+            yield from filter(None, problems)
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Give each rank its experts."""
         if (other := self._other(name, module, context)) is not None:
             other.shard(name, module, context)
             return
@@ -140,12 +130,11 @@ class Experts(Style):
             shard_parameter(module, parameter, 0, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Let the forward run the held experts on what chose them, and sum over the axis."""
         if (other := self._other(name, module, context)) is not None:
             other.install(name, module, context)
             return
         group = context.group
-        held, inner = _expert_count(module) // group.size(), module.forward
+        count, inner = _expert_count(module) // group.size(), module.forward
         bind = inspect.signature(inner).bind
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -153,19 +142,19 @@ class Experts(Style):
             first, *rest = bound.arguments
             index = next(key for key in rest if not bound.arguments[key].is_floating_point())
             weight = next(key for key in rest if bound.arguments[key].is_floating_point())
-            chosen = bound.arguments[index] - group.rank() * held
-            elsewhere = (chosen < 0) | (chosen >= held)
+            chosen = bound.arguments[index] - group.rank() * count
+            elsewhere = (chosen < 0) | (chosen >= count)
             weights = copy_to(bound.arguments[weight], group).masked_fill(elsewhere, 0.0)
             bound.arguments |= {
                 first: _enter(bound.arguments[first], context),
-                index: chosen.masked_fill(elsewhere, held),
+                index: chosen.masked_fill(elsewhere, count),
                 weight: weights,
             }
-            own = {key: local(value) for key, value in module._parameters.items() if value is not None}
-            counted = {"num_experts": held, "_is_expert_parallel": True}
+            parts = {key: local(value) for key, value in module._parameters.items() if value is not None}
+            counted = {"num_experts": count, "_is_expert_parallel": True}
             context.part(module, weights)
             try:
-                output = with_own(module, own, lambda: inner(*bound.args, **bound.kwargs), counted)
+                output = with_own(module, parts, lambda: inner(*bound.args, **bound.kwargs), counted)
             finally:  # a recomputation may stop inside
                 context.join()
             return context.leave(output)
@@ -178,8 +167,8 @@ class Experts(Style):
             isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1
             for parameter in module.parameters(recurse=False)
         ):
-            inside = self.otherwise
-            return Parts(dims={}) if inside is None or any(inside.problems(name, module, context.size)) else inside
+            parts = self.otherwise
+            return Parts(dims={}) if parts is None or any(parts.problems(name, module, context.size)) else parts
         return self.otherwise if _expert_count(module) % context.size else None
 
 
@@ -197,7 +186,6 @@ class FeatureTable(Style):
         return self.gather
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield what is no plain embedding."""
         if type(module).forward is not nn.Embedding.forward:
             yield (
                 f"{name} is a {type(module).__name__}, and no Embedding to split by features; leave it out of the table"
@@ -207,21 +195,19 @@ class FeatureTable(Style):
             yield from empty_problems(name, "features", module.get_parameter("weight").shape[1], size)
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Split the features."""
         shard_parameter(module, "weight", 1, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Join the slices."""
         inner, group, width = module.forward, context.group, module.get_parameter("weight").shape[1]
         if not self.gather:
             context.join_after(name)
 
         def forward(tokens: Tensor) -> Tensor:
-            found = with_own(module, {"weight": local(module.weight)}, lambda: inner(tokens))
+            vectors = with_own(module, {"weight": local(module.weight)}, lambda: inner(tokens))
             if self.gather:
-                return gather_replicated(found, width, group)
-            context.part(module, found)
-            return found
+                return gather_replicated(vectors, width, group)
+            context.part(module, vectors)
+            return vectors
 
         set_forward(module, forward, reads_parameters=True)
 
@@ -232,12 +218,10 @@ class Shared(Style):
     """A module whose output every rank adds to a partial sum: each adds its share of it."""
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield parameters, which it must not have."""
         if any(True for _ in module.parameters()):
             yield f"{name} has parameters, whose gradients a share would scale; leave it out of the table"
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Divide by the number of ranks."""
         inner, size = module.forward, context.size
         set_forward(module, lambda x: inner(x) / size)
 
@@ -250,7 +234,6 @@ class CopiedHeads(Style):
     heads: int
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Compute with this rank's head of the weight and bias."""
         group, dim = context.group, 1 if is_transposed(module) else 0
         width = (features_of(module) or (0, 0))[1] // self.heads
         start = group.rank() * self.heads // group.size() * width
@@ -258,9 +241,9 @@ class CopiedHeads(Style):
 
         def forward(x: Tensor) -> Tensor:
             weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
-            held = copy_weight(weight, group).narrow(dim, start, width)
-            added = None if bias is None else copy_weight(bias, group).narrow(0, start, width)
-            return linear(module, x if prepare is None else prepare(x), held, added)
+            weight = copy_weight(weight, group).narrow(dim, start, width)
+            bias = None if bias is None else copy_weight(bias, group).narrow(0, start, width)
+            return linear(module, x if prepare is None else prepare(x), weight, bias)
 
         set_forward(module, forward, reads_parameters=True)
 
@@ -269,20 +252,29 @@ def with_own(
     module: nn.Module, own: Mapping[str, Tensor], run: Callable[[], Any], attributes: Mapping[str, Any] | None = None
 ) -> Any:
     """Return ``run()`` while the module's own parameters (and plain attributes) are these."""
-    kept = {name: module._parameters[name] for name in own}
+    parameters = {name: module._parameters[name] for name in own}
     before = {name: module.__dict__[name] for name in attributes or {} if name in module.__dict__}
     try:
         module._parameters.update(own)  # type: ignore[arg-type]
         module.__dict__.update({name: value for name, value in (attributes or {}).items() if name in before})
         return run()
     finally:
-        module._parameters.update(kept)
+        module._parameters.update(parameters)
         module.__dict__.update(before)
+
+
+def local_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return this rank's parts of the parameters of a module's own, also of plain ones."""
+    return {
+        name: local(parameter) if isinstance(parameter, DTensor) else parameter
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
 
 
 def _enter(value: Any, context: Context) -> Any:
     """Bring one input to a computation that is split, if a gradient comes back through it."""
-    return context.enter(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return context.enter(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _expert_count(module: nn.Module) -> int:

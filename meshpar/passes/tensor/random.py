@@ -1,7 +1,4 @@
-"""Random state that follows the tensor-parallel axis: ranks draw alike for replicated activations, else each its own.
-
-The second state is derived from the first when it is used, so there is one to save and to replay.
-"""
+"""Random state that follows the tensor-parallel axis: one to save, and for parts one derived from it at each use."""
 
 from __future__ import annotations
 

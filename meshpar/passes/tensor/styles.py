@@ -1,6 +1,5 @@
 """The tensor-parallel styles: how one module computes when its features or rows are split over ranks.
 
-Parameters become DTensors on the axis; the arithmetic runs on their local tensors, with the collectives written out.
 Follows Megatron-LM (arXiv 1909.08053; sequence parallelism: arXiv 2205.05198).
 """
 
@@ -61,35 +60,31 @@ class Vocabulary(Style):
         assert isinstance(module, nn.Embedding)
         rows = -(-module.num_embeddings // context.size)
         start = rows * context.rank
-        held = min(rows, module.num_embeddings - start)
-        padding = module.padding_idx
+        width = min(rows, module.num_embeddings - start)
+        padding, scaled = module.padding_idx, _is_scaled(module)
 
         def lookup(tokens: Tensor) -> Tensor:
             assert_async(
                 ((tokens >= 0) & (tokens < module.num_embeddings)).all(), "a token is outside of the vocabulary"
             )
             weight = local(module.weight)
-            here = (tokens >= start) & (tokens < start + held)
+            here = (tokens >= start) & (tokens < start + width)
             index = torch.where(here, tokens - start, 0)
-            found = F.embedding(index, weight)
+            vectors = F.embedding(index, weight)
             if padding is not None:
-                found = torch.where((tokens == padding)[..., None], found.detach(), found)
-            return context.leave(found * here[..., None])
+                vectors = torch.where((tokens == padding)[..., None], vectors.detach(), vectors)
+            vectors = context.leave(vectors * here[..., None])
+            if not scaled:
+                return vectors
+            scale: Any = module.embed_scale
+            return vectors * (scale.to(module.weight.dtype) if isinstance(scale, Tensor) else scale)
 
-        set_forward(module, _with_scale(module, lookup) if _is_scaled(module) else lookup, reads_parameters=True)
+        set_forward(module, lookup, reads_parameters=True)
 
 
 def _is_scaled(module: nn.Module) -> bool:
-    """Tell transformers' scaled embeddings (Gemma's), whose forward is known: a lookup times ``embed_scale``."""
+    """Return whether this is an embedding of transformers' (Gemma's): a lookup times ``embed_scale``."""
     return getattr(module, "embed_scale", None) is not None and type(module).__module__.startswith("transformers.")
-
-
-def _with_scale(module: Any, lookup: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def forward(tokens: Tensor) -> Tensor:
-        scale = module.embed_scale
-        return lookup(tokens) * (scale.to(module.weight.dtype) if isinstance(scale, Tensor) else scale)
-
-    return forward
 
 
 @final
@@ -179,20 +174,20 @@ class Colwise(Style):
         return self.gather == "loss"
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        features = features_of(module)
-        if features is None:
+        if (features := features_of(module)) is None:
             yield (
                 f"{name} is a {type(module).__name__}, and no linear layer to split by output features; leave it out "
                 "of the table"
             )
             return
         yield from replaced_problems(name, module, nn.Linear)
+        width = features[1]
         if self.parts == 1:
-            yield from empty_problems(name, "output features", features[1], size)
-        elif features[1] % (self.parts * size):
+            yield from empty_problems(name, "output features", width, size)
+        elif width % (self.parts * size):
             yield (
-                f"{name} fuses {self.parts} projections of {features[1] // self.parts} features, which tp={size} does "
-                f"not divide; {sizes_text('tp', features[1] // self.parts)}"
+                f"{name} fuses {self.parts} projections of {width // self.parts} features, which tp={size} does not "
+                f"divide; {sizes_text('tp', width // self.parts)}"
             )
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
@@ -243,8 +238,7 @@ class Rowwise(Style):
     splits = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        features = features_of(module)
-        if features is None:
+        if (features := features_of(module)) is None:
             yield (
                 f"{name} is a {type(module).__name__}, and no linear layer to split by input features; leave it out "
                 "of the table"
@@ -323,9 +317,7 @@ def parse(text: Any) -> Style:
 
 PER_HEAD = "per_head"
 PARAMETER_STYLES = (PER_HEAD, "grad_sum")
-"""The styles of a single parameter, whose pattern names it: split along its first dim, or whole with its gradient
-summed.
-"""
+"""The styles of a single parameter, which its pattern names: split along its first dim, or its gradient summed."""
 
 STYLES: dict[str, Callable[[], Style]] = {
     "region": Region,
