@@ -1,8 +1,6 @@
 """Copies of a user's model, or of a block of it, on which trials compute: the model's own state is not touched.
 
-What a module holds is copied, however deep, by pickle in memory; what is outside of it, and objects of torch,
-transformers and meshpar, is shared. Hooks of the user's are left out. What cannot be copied is named before anything
-runs.
+What a module holds is copied by pickle in memory; what is outside of it, and libraries' objects, is shared.
 """
 
 from __future__ import annotations
@@ -45,10 +43,7 @@ class CannotCopy(RuntimeError):
 
 
 def copy_block(block: nn.Module, replaced: Mapping[Tensor, Tensor], values: Any) -> tuple[Any, Any]:
-    """Return a copy of a block, in evaluation mode, with torch's hooks alone, and one of ``values``; :func:`free` it.
-
-    ``replaced`` has what the copy holds in the place of tensors; parameters that are absent are shared.
-    """
+    """Return a copy of a block without the user's hooks, and one of ``values``, with other tensors for ``replaced``."""
     by_id = {id(tensor): instead for tensor, instead in replaced.items()}
     return _copy((block, values), by_id, {id(module) for module in block.modules()})
 
@@ -61,10 +56,7 @@ def free(copied: nn.Module) -> None:
 
 @contextmanager
 def copied_state(module: nn.Module, values: Any) -> Iterator[Any]:
-    """Let a module, and all in it, work on a copy of its state meanwhile; yield a copy of ``values``.
-
-    Parameters, and hooks that are not a user's, stay: FSDP2 gathers as it does. CannotCopy comes before any change.
-    """
+    """Let a module work on a copy of its state, but with its parameters and FSDP2's hooks; yield one of ``values``."""
     children, replaced = list(module.modules()), dict[int, Any]()
     states = [vars(child) for child in children]
     for name, value in (item for state in states for item in state.items()):

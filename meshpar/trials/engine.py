@@ -1,15 +1,6 @@
 """The engine of trials: whether what a pass divides computes what the author wrote, before anybody trusts it.
 
-1. **Record** what the first forward calls one block of each kind with; experts are tried on noise, positions on the
-   beginning of the first batch.
-2. **Compute** on copies (``copies``), in float32 or wider: one as its author wrote it, with whole weights, gathered one
-   at a time (``gathered_reads``), and one as the passes left it, with noise as the gradients that come. What needs the
-   whole model runs on a copy of its state, because FSDP2 gathers by hooks.
-3. **Compare** outputs and gradients, relative to the largest value.
-4. **Agree**: ranks exchange errors first, and go the same way.
-5. **Report** a difference as an error with its remedy, and what could not be tried in a warning.
-
-``plan.prove`` uses the same engine without processes: each rank of the axis is a thread with a copy of the model.
+docs/development.md describes the trials, which use this engine, ``copies`` and ``gathered_reads``.
 """
 
 from __future__ import annotations
@@ -35,21 +26,13 @@ from meshpar.trials.copies import copy_block, free, widen
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
-"""How far a result in float32 may be off, relative to the largest value: far above rounding, far below what a wrong
-split does.
-"""
+"""How far a result in float32 may be off, relative to the largest value: far above rounding."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing in which a split block differs from the whole one.
-
-    Attributes:
-        module: the block.
-        what: the output or the gradient that differs.
-        size: the largest difference over the largest value.
-    """
+    """An output or gradient (``what``) in which a split block is off by ``size``, relative to the largest value."""
 
     module: str
     what: str
@@ -74,10 +57,9 @@ class Verification:
     seconds: float
 
     def __str__(self) -> str:
-        tried = [f"{name}: {size:.1e}" for name, size in self.modules.items()]
-        return "\n".join(
-            [f"split as written, largest difference ({self.seconds:.1f} s):", *tried, *map(str, self.differences)]
-        )
+        title = f"split as written, largest difference ({self.seconds:.1f} s):"
+        sizes = [f"{name}: {size:.1e}" for name, size in self.modules.items()]
+        return "\n".join([title, *sizes, *map(str, self.differences)])
 
 
 NOTHING = Verification(modules={}, differences=(), skipped={}, seconds=0.0)

@@ -1,7 +1,6 @@
 """The trial of a split of positions: the beginning of the first batch, whole on every rank and split over the ranks.
 
-Where the results differ, a copy of a block of each kind runs with attention cut and one position NaN: the module that
-brings a NaN to another position is named.
+Where they differ, blocks run with attention cut and one position NaN: what brings a NaN to another is named.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -156,43 +156,37 @@ class MixingTest:
         return short, tree_map(cut, short)
 
     def _any(self, wrong: bool) -> bool:
-        """Return whether any rank of the axis found something wrong, so that all of them stop."""
+        """Return whether something is wrong on any rank of the axis, so that all of them stop."""
         return on_any_rank(wrong, device_of(self._module), self._exchange.group)
 
     def _culprit(self, compute: Callable[[Batch], Tensor | None], part: Batch) -> str:
         """Return what mixes positions, in words."""
         mixing: list[str] = []
+
+        def look(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            length = _length((args, kwargs), 3)
+            if length is not None and not mixing:
+                try:
+                    mixing.extend(self._mixing(name, module, args, kwargs, length))
+                except _ERRORS as error:
+                    log.debug("%s does not run with attention cut: %s", name, error)
+
         with ExitStack() as stack:
             for name in _one_of_each_kind(self._module, self._blocks):
                 unit = self._module.get_submodule(name)
-                stack.callback(unit.register_forward_pre_hook(self._tries(name, mixing), with_kwargs=True).remove)
+                stack.callback(unit.register_forward_pre_hook(partial(look, name), with_kwargs=True).remove)
             compute(part)
         if not mixing:
             return f"{class_name(self._module)} mixes positions, or counts them itself"
         return f"{mixing[0]} ({class_name(self._module.get_submodule(mixing[0]))}) mixes positions"
 
-    def _tries(self, name: str, mixing: list[str]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            length = _length((args, kwargs), 3)
-            if length is None or mixing:
-                return
-            try:
-                mixing.extend(self._mixing(name, module, args, kwargs, length))
-            except _ERRORS as error:
-                log.debug("%s does not run with attention cut: %s", name, error)
-
-        return hook
-
     def _mixing(self, name: str, unit: nn.Module, args: Any, kwargs: Any, length: int) -> list[str]:
         """Return the modules in ``unit`` that carry one position into another, the first and innermost first."""
         mixing: list[str] = []
 
-        def look(inner: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: object, output: object) -> None:
-                if any(_spread(leaf, length) for leaf in leaves(output)):
-                    mixing.append(inner)
-
-            return hook
+        def look(inner: str, module: nn.Module, args: object, output: object) -> None:
+            if any(_spread(leaf, length) for leaf in leaves(output)):
+                mixing.append(inner)
 
         def spoil(value: object) -> Any:
             if callable(getattr(value, "update", None)):
@@ -205,7 +199,7 @@ class MixingTest:
 
         copied, (args, kwargs) = copy_block(unit, {}, (tree_map(spoil, args), tree_map(spoil, kwargs)))
         for inner, child in copied.named_modules():
-            child.register_forward_hook(look(f"{name}.{inner}" if inner else name))
+            child.register_forward_hook(partial(look, f"{name}.{inner}" if inner else name))
         self._exchange.cut.append(True)
         try:
             output = copied.forward(*args, **kwargs)

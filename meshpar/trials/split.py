@@ -19,7 +19,7 @@ from meshpar.core.passes import Facts
 from meshpar.core.patterns import kind_of
 from meshpar.passes.data.batch_norm import has_batch_norm
 from meshpar.passes.data.whole_parameters import strides
-from meshpar.passes.tensor.collectives import gather_values
+from meshpar.passes.tensor.collectives import gather_values, join_chunks, take_chunk
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.random import digest as random_state
 from meshpar.passes.tensor.random import is_dropout
@@ -39,18 +39,20 @@ from meshpar.trials.engine import (
     on_any_rank,
     trained,
 )
-from meshpar.trials.gathered_reads import Cut, WholeReads, join, share
+from meshpar.trials.gathered_reads import Cut, WholeReads
 
 INPUTS = 1 << 26
-"""Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have
-twice as many.
-"""
+"""Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have 2x."""
 _COPY_TOLERANCE = 0.2
 """How far a copy, in float32, may be off from the block, which may compute in 8 bits."""
 _MASKED = 8
 _FAILED, _OUT_OF_MEMORY = 1, 2
 _SAME, _LOOKED_AT = 1e-2, 1 << 20
 _SHORTER = "compare it on a shorter batch by par.verify(batch), or by plan.prove(module, batch) before a launch"
+
+
+_Outcome = tuple[list[Tensor], list[Tensor], dict[str, Tensor]]
+"""The outputs of a block, the gradients that they get, and those of parameters and inputs."""
 
 
 @final
@@ -94,10 +96,11 @@ class SplitTest:
         self._units: dict[str, Any] = {
             name: module.get_submodule(name) for name in _one_of_each_kind(module, context, blocks)
         }
-        self._inputs: dict[str, _Inputs] = {}
-        self._returned: list[Difference] = []
+        self._inputs, self._returned = dict[str, _Inputs](), list[Difference]()
 
-    # Record
+    @property
+    def _device(self) -> torch.device:
+        return device_of(self._module)
 
     def eagerly(self) -> AbstractContextManager[None]:
         """Run the chosen blocks uncompiled; a forward and its backward belong inside together."""
@@ -131,6 +134,7 @@ class SplitTest:
                     self._returned.append(Difference(module="", what=what, size=size))
 
     def _remember(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return hooks before and after a block's first call."""
         states: list[Tensor] = []
 
         def before(module: nn.Module, args: object, kwargs: object) -> None:
@@ -139,11 +143,10 @@ class SplitTest:
                 states.append(random_state(self._device))
 
         def after(module: nn.Module, args: object, output: object) -> None:
-            if not states or self._inputs[name].why:
-                return
-            depends = bool(random_state(self._device) != states.pop()) or (module.training and has_batch_norm(module))
-            if not depends:
-                self._inputs[name].outputs = [leaf.detach().clone() for leaf in trained(output)]
+            if states and not self._inputs[name].why:
+                drew = bool(random_state(self._device) != states.pop())
+                if not drew and not (module.training and has_batch_norm(module)):
+                    self._inputs[name].outputs = [leaf.detach().clone() for leaf in trained(output)]
 
         return before, after
 
@@ -154,9 +157,9 @@ class SplitTest:
         samples = sum(tensor.numel() for tensor in tensors if tensor.ndim > 1 and len(tensor) == rows)
         counts = torch.tensor([[sum(map(Tensor.numel, tensors)) - samples, samples]], device=self._device)
         largest = gather_values(counts, self._context.group).amax(0) * (1 if whole else self._context.size)
-        others, samples = map(int, largest)
-        kept_rows = max(1, min(rows, rows * INPUTS // max(1, others + samples)))
-        if (elements := others + samples * kept_rows // max(1, rows)) > 2 * INPUTS:
+        fixed, samples = map(int, largest)
+        kept_rows = max(1, min(rows, rows * INPUTS // max(1, fixed + samples)))
+        if (elements := fixed + samples * kept_rows // max(1, rows)) > 2 * INPUTS:
             limit = f"expected at most {2 * INPUTS:,}; {_SHORTER}"
             return _Inputs(why=f"its input has {elements:,} elements in one sample, {limit}")
         return _Inputs(args, kwargs, rows).first(kept_rows)
@@ -173,19 +176,13 @@ class SplitTest:
 
         return hook
 
-    # Compute and compare
-
-    @property
-    def _device(self) -> torch.device:
-        return device_of(self._module)
-
     def run(self) -> Verification:
         """Try the watched blocks. The ranks of the tensor axis, and those that share its parameters, call it."""
         start, tried, skipped = time.perf_counter(), dict[str, float](), dict[str, str]()
         differences = [*self._returned]
         for name in sorted(self._inputs):
             inputs = self._inputs.pop(name)
-            differences += self._masks_agree(name, inputs)
+            differences += _compare_masks(name, inputs, self._context)
             if inputs.why:
                 skipped[name] = inputs.why
             if not inputs.args and not inputs.kwargs:
@@ -211,49 +208,39 @@ class SplitTest:
         seconds = time.perf_counter() - start
         return Verification(modules=tried, differences=tuple(differences), skipped=skipped, seconds=seconds)
 
-    def _masks_agree(self, name: str, inputs: _Inputs) -> Iterator[Difference]:
-        """Yield dropouts whose masks are alike on ranks with different parts, or differ on ranks with the same."""
-        for inner, (x, zeros, count) in sorted(inputs.masks.items()):
-            table = gather_values(torch.stack([x, zeros, torch.full_like(x, count)])[None], self._context.group)
-            same_input, same_mask = (bool((table[:, column] == table[0, column]).all()) for column in (0, 1))
-            if int(table[:, 2].min()) >= _MASKED and same_input != same_mask:
-                what = "draws other masks on ranks with the same values"
-                if same_mask:
-                    what = "draws the same mask for parts of different ranks"
-                yield Difference(module=f"{name}.{inner}", what=what, size=1.0)
-
     def _try(self, name: str, inputs: _Inputs) -> tuple[dict[str, float], float]:
         """Return the differences between the split block and the whole one, and of the copy from the block itself."""
-        unit = self._units[name]
+        unit, context = self._units[name], self._context
         parameters = dict(unit.named_parameters())
-        cuts = {inner: self._cut(parameter) for inner, parameter in parameters.items()}
+        cuts = {inner: _cut_of(parameter, context) for inner, parameter in parameters.items()}
         self._refuse_split_inputs(name, inputs)
         parts = dict[str, Tensor]()
         for inner, cut in cuts.items():
             whole = widen(self._whole(f"{name}.{inner}" if name else inner).detach())
-            parts[inner] = whole.clone() if cut is None else share(whole, cut[0], self._context)
+            parts[inner] = whole.clone() if cut is None else take_chunk(whole, cut[0], context.group)
             del whole
-        code, failure, outcome = self._run_whole(name, parts, cuts, inputs)
-        while code == _OUT_OF_MEMORY and inputs.rows > 1:
-            inputs = inputs.first(inputs.rows // 2)
+        while True:
             code, failure, outcome = self._run_whole(name, parts, cuts, inputs)
+            if code != _OUT_OF_MEMORY or inputs.rows < 2:
+                break
+            inputs = inputs.first(inputs.rows // 2)
         if code == _OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(failure or "another rank of the axis is out of memory")
         if code:
             raise _NotTried(failure or "it does not run unsplit on another rank of the axis")
         for inner, parameter in parameters.items():
-            parts[inner] = self._as_split(parameter, parts[inner], cuts[inner])
+            parts[inner] = _as_split(parameter, parts[inner], cuts[inner], context)
         with closing(BlockRun(unit, parts, (inputs.args, inputs.kwargs))) as split, self._kept(unit.modules()):
             outputs = split.outputs()
-            off_by = _off_by(inputs.outputs, outputs)
-            return self._compare(name, *outcome, split, outputs), off_by
+            return self._compare(name, outcome, split, outputs), _off_by(inputs.outputs, outputs)
 
     def _run_whole(
         self, name: str, parts: Mapping[str, Tensor], cuts: Mapping[str, Cut | None], inputs: _Inputs
-    ) -> tuple[int, str, tuple[list[Tensor], list[Tensor], dict[str, Tensor]]]:
+    ) -> tuple[int, str, _Outcome]:
         """Run a block as it was written: return an error's code, the same on all ranks, its text, and the results."""
         expected, cotangents, gradients, code, failure = list[Tensor](), list[Tensor](), dict[str, Tensor](), 0, ""
-        unit, whole_inputs, reads = self._units[name], self._gathered(name, inputs), WholeReads(self._context)
+        unit, reads = self._units[name], WholeReads(self._context)
+        whole_inputs = _join_inputs(name, inputs, self._context)
         # around the backward, too, in which a model may recompute
         try:
             with ExitStack() as stack:
@@ -278,31 +265,24 @@ class SplitTest:
     def _refuse_split_inputs(self, name: str, inputs: _Inputs) -> None:
         """Refuse inputs beside hidden states that differ between ranks, such as an earlier layer's keys."""
         hidden = [*inputs.args[:1], *(inputs.kwargs.get(argument) for argument in self._context.inputs)]
-        heads = self._local_inputs(name)
-        others = leaves((inputs.args, {key: value for key, value in inputs.kwargs.items() if key not in heads}))
-        tensors = [other for other in others if isinstance(other, Tensor)]
-        digests = [digest(other) for other in tensors if all(other is not state for state in hidden)]
+        heads = _local_inputs(name, self._context)
+        shared = leaves((inputs.args, {key: value for key, value in inputs.kwargs.items() if key not in heads}))
+        tensors = [leaf for leaf in shared if isinstance(leaf, Tensor)]
+        digests = [digest(tensor) for tensor in tensors if all(tensor is not state for state in hidden)]
         if digests:
             table = gather_values(torch.stack(digests)[None], self._context.group)
             if not bool((table == table[0]).all()):
                 raise _NotTried("its input is another layer's part of heads or features")
 
-    def _compare(
-        self,
-        name: str,
-        expected: list[Tensor],
-        cotangents: list[Tensor],
-        wanted: dict[str, Tensor],
-        split: BlockRun,
-        outputs: list[Tensor],
-    ) -> dict[str, float]:
+    def _compare(self, name: str, outcome: _Outcome, split: BlockRun, outputs: list[Tensor]) -> dict[str, float]:
+        expected, cotangents, wanted = outcome
         context, sizes = self._context, dict[str, float]()
         if len(expected) != len(outputs):
             return {f"it returns {len(outputs)} tensors instead of {len(expected)}": 1.0}
         dims = [_split_dim(have, want) for have, want in zip(outputs, expected)]
         for number, (have, want, dim) in enumerate(zip(outputs, expected, dims)):
             local = have.to_local() if isinstance(have, DTensor) else have
-            whole = local if dim is None else join(local.detach(), (dim, want.shape[dim]), context)
+            whole = local if dim is None else join_chunks(local.detach(), dim, want.shape[dim], context.group)
             sizes[f"output {number}" if len(outputs) > 1 else "output"] = measure(want, whole)
         parts = [
             cotangent if dim is None else _part_for(have, cotangent.chunk(context.size, dim)[context.rank].contiguous())
@@ -330,47 +310,61 @@ class SplitTest:
             sizes[f"gradient of {inner}"] = measure(want, gradient, TOLERANCE * typical)
         return sizes
 
-    def _cut(self, parameter: object) -> Cut | None:
-        """Return the dim along which the tensor axis splits a parameter, and its whole length."""
-        if not isinstance(parameter, DTensor):
-            return None
-        axis = (parameter.device_mesh.mesh_dim_names or ()).index((self._context.mesh.mesh_dim_names or ("",))[0])
-        placement = parameter.placements[axis]
-        return (placement.dim, parameter.shape[placement.dim]) if isinstance(placement, Shard) else None
-
-    def _as_split(self, parameter: object, part: Tensor, cut: Cut | None) -> Tensor:
-        """Return this rank's part as a parameter that the tensor axis splits."""
-        if not isinstance(parameter, DTensor):
-            return part
-        shape, placement = parameter.shape, Shard(cut[0]) if cut else Replicate()
-        return DTensor.from_local(
-            part, self._context.mesh, [placement], run_check=False, shape=shape, stride=strides(shape)
-        )
-
-    def _local_inputs(self, name: str) -> set[str]:
-        prefix = f"{name}." if name else ""
-        regions = (region for at, region in self._context.regions.items() if at == name or at.startswith(prefix))
-        return {argument for region in regions for argument in region.local_inputs}
-
-    def _gathered(self, name: str, inputs: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs of one process: whole along the sequence, with all heads where ranks have some."""
-        args, kwargs = list(inputs.args), dict(inputs.kwargs)
-        whole: list[tuple[Any, Any]] = [(kwargs, key) for key in sorted(self._local_inputs(name).intersection(kwargs))]
-        if name and self._context.sequence_parallel:
-            named = [(kwargs, key) for key in self._context.inputs if isinstance(kwargs.get(key), Tensor)]
-            first = args[0] if args else None
-            if isinstance(first, Tensor) and first.is_floating_point():
-                whole.append((args, 0))
-            elif named and kwargs[named[0][1]].is_floating_point():
-                whole.append(named[0])
-        for arguments, key in whole:
-            if isinstance(x := arguments[key], Tensor):
-                arguments[key] = gather_values(x.detach(), self._context.group, 1).requires_grad_(x.requires_grad)
-        return tuple(args), kwargs
-
 
 class _NotTried(Exception):
     """A block that cannot be tried."""
+
+
+def _compare_masks(name: str, inputs: _Inputs, context: Context) -> Iterator[Difference]:
+    """Yield dropouts whose masks are alike on ranks with different parts, or differ on ranks with the same."""
+    for inner, (x, zeros, count) in sorted(inputs.masks.items()):
+        table = gather_values(torch.stack([x, zeros, torch.full_like(x, count)])[None], context.group)
+        same_input, same_mask = (bool((table[:, column] == table[0, column]).all()) for column in (0, 1))
+        if int(table[:, 2].min()) >= _MASKED and same_input != same_mask:
+            what = "draws other masks on ranks with the same values"
+            if same_mask:
+                what = "draws the same mask for parts of different ranks"
+            yield Difference(module=f"{name}.{inner}", what=what, size=1.0)
+
+
+def _cut_of(parameter: object, context: Context) -> Cut | None:
+    """Return the dim along which the tensor axis splits a parameter, and its whole length."""
+    if not isinstance(parameter, DTensor):
+        return None
+    axis = (parameter.device_mesh.mesh_dim_names or ()).index((context.mesh.mesh_dim_names or ("",))[0])
+    placement = parameter.placements[axis]
+    return (placement.dim, parameter.shape[placement.dim]) if isinstance(placement, Shard) else None
+
+
+def _as_split(parameter: object, part: Tensor, cut: Cut | None, context: Context) -> Tensor:
+    """Return this rank's part as a parameter that the tensor axis splits."""
+    if not isinstance(parameter, DTensor):
+        return part
+    shape, placement = parameter.shape, Shard(cut[0]) if cut else Replicate()
+    return DTensor.from_local(part, context.mesh, [placement], run_check=False, shape=shape, stride=strides(shape))
+
+
+def _local_inputs(name: str, context: Context) -> set[str]:
+    prefix = f"{name}." if name else ""
+    regions = (region for at, region in context.regions.items() if at == name or at.startswith(prefix))
+    return {argument for region in regions for argument in region.local_inputs}
+
+
+def _join_inputs(name: str, inputs: _Inputs, context: Context) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs of one process: whole along the sequence, with all heads where ranks have some."""
+    args, kwargs = list(inputs.args), dict(inputs.kwargs)
+    whole: list[tuple[Any, Any]] = [(kwargs, key) for key in sorted(_local_inputs(name, context).intersection(kwargs))]
+    if name and context.sequence_parallel:
+        named = [(kwargs, key) for key in context.inputs if isinstance(kwargs.get(key), Tensor)]
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.is_floating_point():
+            whole.append((args, 0))
+        elif named and kwargs[named[0][1]].is_floating_point():
+            whole.append(named[0])
+    for arguments, key in whole:
+        if isinstance(x := arguments[key], Tensor):
+            arguments[key] = gather_values(x.detach(), context.group, 1).requires_grad_(x.requires_grad)
+    return tuple(args), kwargs
 
 
 def _off_by(returned: list[Tensor] | None, outputs: list[Tensor]) -> float:
