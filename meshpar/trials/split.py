@@ -19,6 +19,7 @@ from meshpar.core.passes import Facts
 from meshpar.core.patterns import kind_of
 from meshpar.passes.data.batch_norm import has_batch_norm
 from meshpar.passes.data.whole_parameters import strides
+from meshpar.passes.positions.attention import Mask
 from meshpar.passes.tensor.collectives import gather_values, join_chunks, take_chunk
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.random import digest as random_state
@@ -42,7 +43,11 @@ from meshpar.trials.engine import (
 from meshpar.trials.gathered_reads import Cut, WholeReads
 
 INPUTS = 1 << 26
-"""Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have 2x."""
+"""Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have 2x,
+beyond which its first positions are tried.
+"""
+_TILE = 128
+"""Positions are cut to a multiple of these, which attention by blocks or chunks may want."""
 _COPY_TOLERANCE = 0.2
 """How far a copy, in float32, may be off from the block, which may compute in 8 bits."""
 _MASKED = 8
@@ -66,18 +71,36 @@ class _Inputs:
     outputs: list[Tensor] | None = None
     masks: dict[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
     why: str = ""
+    shortened: bool = False
 
     def first(self, rows: int) -> _Inputs:
         """Return copies of the first ``rows`` samples."""
 
         def copy(value: object) -> Any:
+            if isinstance(value, Mask):
+                return value if rows >= self.rows else value.first(rows, value.documents.shape[1])
             if not isinstance(value, Tensor):
                 # a cache of keys and values, which a block would fill again
                 return None if callable(getattr(value, "update", None)) else value
             part = value[:rows] if value.ndim > 1 and len(value) == self.rows else value
             return part.detach().clone().requires_grad_(value.requires_grad)
 
-        return _Inputs(tree_map(copy, self.args), tree_map(copy, self.kwargs), rows)
+        return _Inputs(tree_map(copy, self.args), tree_map(copy, self.kwargs), rows, shortened=self.shortened)
+
+    def shorten(self, length: int, positions: int) -> _Inputs:
+        """Return the first ``positions`` of ``length`` ones; of masks and tables with several times as many, alike."""
+
+        def cut(value: object) -> Any:
+            if isinstance(value, Mask):
+                return value.first(self.rows, value.documents.shape[1] // length * positions)
+            if isinstance(value, Tensor):
+                # the last dim of (B, L, D) is that of features
+                for dim in range(value.ndim - (value.ndim == 3)):
+                    if not value.shape[dim] % length:
+                        value = value.narrow(dim, 0, value.shape[dim] // length * positions)
+            return value
+
+        return _Inputs(tree_map(cut, self.args), tree_map(cut, self.kwargs), self.rows, shortened=True)
 
 
 @final
@@ -145,7 +168,8 @@ class SplitTest:
         def after(module: nn.Module, args: object, output: object) -> None:
             if states and not self._inputs[name].why:
                 drew = bool(random_state(self._device) != states.pop())
-                if not drew and not (module.training and has_batch_norm(module)):
+                depends = drew or self._inputs[name].shortened or (module.training and has_batch_norm(module))
+                if not depends:
                     self._inputs[name].outputs = [leaf.detach().clone() for leaf in trained(output)]
 
         return before, after
@@ -158,11 +182,16 @@ class SplitTest:
         counts = torch.tensor([[sum(map(Tensor.numel, tensors)) - samples, samples]], device=self._device)
         largest = gather_values(counts, self._context.group).amax(0) * (1 if whole else self._context.size)
         fixed, samples = map(int, largest)
-        kept_rows = max(1, min(rows, rows * INPUTS // max(1, fixed + samples)))
-        if (elements := fixed + samples * kept_rows // max(1, rows)) > 2 * INPUTS:
-            limit = f"expected at most {2 * INPUTS:,}; {_SHORTER}"
-            return _Inputs(why=f"its input has {elements:,} elements in one sample, {limit}")
-        return _Inputs(args, kwargs, rows).first(kept_rows)
+        inputs, chosen = _Inputs(args, kwargs, rows), max(1, min(rows, rows * INPUTS // max(1, fixed + samples)))
+        if (elements := fixed + samples * chosen // max(1, rows)) > 2 * INPUTS:
+            sequences = [tensor for tensor in tensors if tensor.ndim == (3 if tensor.is_floating_point() else 2)]
+            if not sequences:
+                limit = f"expected at most {2 * INPUTS:,}; {_SHORTER}"
+                return _Inputs(why=f"its input has {elements:,} elements in one sample, {limit}")
+            length = sequences[0].shape[1]
+            positions = max(1, length * INPUTS // elements)
+            inputs = inputs.shorten(length, max(positions // _TILE * _TILE, min(positions, _TILE)))
+        return inputs.first(chosen)
 
     def _remember_mask(self, name: str, inner: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -227,7 +256,8 @@ class SplitTest:
         if code == _OUT_OF_MEMORY:
             raise torch.OutOfMemoryError(failure or "another rank of the axis is out of memory")
         if code:
-            raise _NotTried(failure or "it does not run unsplit on another rank of the axis")
+            shorter = f" with its first positions alone; {_SHORTER}" if inputs.shortened else ""
+            raise _NotTried((failure or "it does not run unsplit on another rank of the axis") + shorter)
         for inner, parameter in parameters.items():
             parts[inner] = _as_split(parameter, parts[inner], cuts[inner], context)
         with closing(BlockRun(unit, parts, (inputs.args, inputs.kwargs))) as split, self._kept(unit.modules()):

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 
 import meshpar.passes.tensor.styles
 from meshpar import ActivationCheckpoint, FullyShard, Guard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
+from meshpar.passes.positions.attention import Mask, documents
 from meshpar.tensors.pytrees import leaves
 from meshpar.testing import assert_parity, on_ranks, token_steps, whole
 from meshpar.trials import gathered_reads
-from meshpar.trials.split import split_test
+from meshpar.trials.split import _Inputs, split_test
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily
 
@@ -461,11 +462,36 @@ def test_a_large_batch_is_tried_on_its_first_samples_and_a_long_one_on_a_shorter
     assert not verification.skipped and set(verification.modules) == {"blocks.0", "embed", "head"}
     assert [argument.shape for argument in kept.args] == [(1, 12, 8), (12, 8)]
     with mock.patch("meshpar.trials.split.INPUTS", 40):
-        verification = par.verify(IDS.expand(6, -1))
-        assert verification.skipped["blocks.0"].startswith(
-            "its input has 96 elements in one sample, expected at most 80"
+        flat = split_test(par.module, par.resolved.blocks, par.device, par.run.facts)._short(
+            (torch.zeros(1, 96),), {}, whole=True
         )
-        assert "blocks.0" in par.verify(IDS[:, :5]).modules
+        assert flat.why.startswith("its input has 96 elements in one sample, expected at most 80")
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@on_ranks(2)
+def test_a_block_whose_sample_is_too_large_is_tried_on_its_first_positions(sequence):
+    layout = ModelLayout(blocks=("blocks.*",), tensor={**LAYOUT.tensor.styles, "blocks.*.norm": "sequence"})
+    passes = [TensorParallel(sequence_parallel=sequence)]
+    for wrong in (False, True):
+        between = (lambda h: F.rms_norm(h, h.shape[-1:])) if wrong else F.gelu
+        par = Plan("tp=2", passes).apply(Model(between=between), layout)
+        with mock.patch("meshpar.trials.split.INPUTS", 40):
+            if wrong:
+                with pytest.raises(ParallelError, match=r"blocks\.0: output, off by"):
+                    par.verify(IDS.expand(6, -1))
+            else:
+                verification = par.verify(IDS.expand(6, -1))
+                assert not verification.skipped and set(verification.modules) == {"blocks.0", "embed", "head"}
+
+
+def test_masks_and_tables_are_cut_with_the_positions_and_rows_of_a_sample():
+    mask = Mask(documents(torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1)), blocks=object())
+    args = torch.zeros(2, 8, 8), mask, torch.zeros(2, 1, 8, 8), torch.zeros(8, 3), torch.zeros(1, 16)
+    inputs = _Inputs(args, {}, 2).shorten(8, 4).first(1)
+    shapes = [tuple(getattr(value, "documents", value).shape) for value in inputs.args]
+    assert shapes == [(1, 4, 8), (1, 4), (1, 1, 4, 4), (4, 3), (1, 8)]
+    assert inputs.args[1].blocks is None and inputs.args[1].documents.tolist() == [[0, 0, 0, 1]]
 
 
 def scaled(place):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -42,6 +42,10 @@ class Mask:
     window: int | None = None
     dtype: torch.dtype | None = None
     blocks: Any = None
+
+    def first(self, rows: int, positions: int) -> Mask:
+        """Return the mask of the first rows and positions, made piece by piece on every device."""
+        return replace(self, documents=self.documents[:rows, :positions], blocks=None)
 
     def __call__(self, queries: range, keys: int) -> Tensor:
         """Return the mask of consecutive queries and the first ``keys`` keys: (B or 1, 1, queries, keys)."""
