@@ -115,7 +115,7 @@ def token_loss(
 
 @contextmanager
 def token_losses() -> Iterator[list[Tensor]]:
-    """Collect the losses of tokens that are summed meanwhile, (N,) float32 a call or chunk, without a ``z_loss``."""
+    """Collect the losses of tokens that are summed meanwhile: (N,) float32 a call or chunk, without ``z_loss``."""
     losses: list[Tensor] = []
     token = _collected.set(losses)
     try:

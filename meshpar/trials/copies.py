@@ -43,7 +43,7 @@ class CannotCopy(RuntimeError):
 
 
 def copy_block(block: nn.Module, replaced: Mapping[Tensor, Tensor], values: Any) -> tuple[Any, Any]:
-    """Return a copy of a block without the user's hooks, and one of ``values``, with other tensors for ``replaced``."""
+    """Return a copy of a block, without the user's hooks, and of ``values``; ``replaced``: tensor -> the copy's."""
     by_id = {id(tensor): instead for tensor, instead in replaced.items()}
     return _copy((block, values), by_id, {id(module) for module in block.modules()})
 
@@ -56,7 +56,7 @@ def free(copied: nn.Module) -> None:
 
 @contextmanager
 def copied_state(module: nn.Module, values: Any) -> Iterator[Any]:
-    """Let a module work on a copy of its state, but with its parameters and FSDP2's hooks; yield one of ``values``."""
+    """Let a module work on a copy of its state, with its parameters and FSDP2's hooks; yield a copy of ``values``."""
     children, replaced = list(module.modules()), dict[int, Any]()
     states = [vars(child) for child in children]
     for name, value in (item for state in states for item in state.items()):

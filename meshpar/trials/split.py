@@ -63,7 +63,7 @@ _Outcome = tuple[list[Tensor], list[Tensor], dict[str, Tensor]]
 @final
 @dataclass(slots=True)
 class _Inputs:
-    """What the first call of a block got, or why not, its dropout masks, and outputs that copies can reproduce."""
+    """What a block's first call got, or why it was not kept; its dropout masks; outputs that copies reproduce."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -44,9 +44,9 @@ class Routing:
         return sizes
 
     def exchanged(self, counts: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int]]:
-        """Return rows to each rank, from each, and choices of each rank that are no expert, from both ranks' counts.
+        """Return the rows sent to each rank, those received from each, and each rank's choices that are no expert.
 
-        ``counts``: (2, ranks, experts of a rank + 1), on the host; the last column is of choices of no expert.
+        ``counts``: (2, ranks, experts of a rank + 1), on the host; the last column counts choices of no expert.
         """
         sent, received = counts[:, :, :-1].sum(2).tolist()
         return sent, received, counts[1, :, -1].tolist()
@@ -142,7 +142,7 @@ def refuse_shapes(hidden: Tensor, chosen: Tensor, weights: Tensor) -> None:
 
 
 def _begin_count(expert: Tensor, count: int, group: Any) -> Callable[[], Tensor]:
-    """Start to exchange how many rows chose each expert, or none: then all ranks raise; return what waits for them."""
+    """Start to exchange how many rows chose each expert, or no expert; return a function that waits for the counts."""
     size, columns = group.size(), count // group.size() + 1
     with beside(expert.device) as to_host:
         exists = (expert >= 0) & (expert < count)

@@ -26,7 +26,7 @@ SEQUENCE_DIM = 1
 
 
 class Arrivals:
-    """The modules to which the ranks of an axis come together; ``always``: checked each time on a CPU."""
+    """Check that the ranks of an axis reach the same modules: on a CPU each time if ``always``, else at first."""
 
     def __init__(self, *, always: bool) -> None:
         self._always, self._looks = always, Looks(always=always)
