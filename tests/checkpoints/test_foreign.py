@@ -159,19 +159,6 @@ def test_formats_that_are_not_read_are_named_with_their_converter(tmp_path: Path
             read()
 
 
-def test_a_reader_of_another_format_names_the_right_one(tmp_path: Path) -> None:
-    dcp.save(dict(VALUES), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    torch.save(VALUES, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match=r"read it by DistributedCheckpoint\(folder\)"):
-        Safetensors(tmp_path / "dcp")
-    with pytest.raises(
-        CheckpointError, match=r"__0_0\.distcp is not .*read the folder with \.metadata by DistributedCheckpoint"
-    ):
-        Safetensors(tmp_path / "dcp" / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"read them by TorchWeights\(path\)"):
-        Safetensors(tmp_path / "model.pt")
-
-
 @on_ranks(2)
 def save_shards(root: str) -> None:
     mesh = init_device_mesh("cpu", (2,))

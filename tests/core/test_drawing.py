@@ -63,15 +63,6 @@ def test_the_command_draws_and_writes(tmp_path: Path) -> None:
     ElementTree.parse(tmp_path / "mesh.svg")
 
 
-@pytest.mark.parametrize(
-    ("text", "nodes", "message"),
-    [("dp_shard=-1", 1, "has an axis of size -1"), ("dp_shard=6", 4, "do not divide evenly")],
-)
-def test_what_cannot_be_drawn_is_told(text: str, nodes: int, message: str) -> None:
-    done = CliRunner().invoke(app, ["mesh", text, "--nodes", str(nodes)])
-    assert done.exit_code == 78 and message in done.output
-
-
 def test_many_nodes_are_drawn_in_part() -> None:
     text = mesh_text(MeshSpec("dp_replicate=64,dp_shard=8"), 8)
     assert "... and 56 nodes more" in text and "... 2 more" in text

@@ -16,7 +16,6 @@ from meshpar import (
     FullyShard,
     HybridShard,
     LayoutError,
-    MeshError,
     MeshSpec,
     ModelLayout,
     Pass,
@@ -129,42 +128,9 @@ def test_a_right_plan_passes_and_resolves():
     assert dict(plan.check(model(), world_size=8).axes) == {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 
 
-def test_an_unclaimed_axis():
-    text = only("dp_shard=4,tp=2", [FullyShard()])
-    assert text == (
-        "axis 'tp' (size 2) is claimed by no pass, so its ranks would repeat one another's work; add TensorParallel() "
-        "or drop tp from the mesh"
-    )
-
-
-def test_an_axis_claimed_twice():
-    assert "axis 'dp_shard' is claimed by FullyShard and by HybridShard; keep one" in only(
-        "dp_replicate=2,dp_shard=4", [FullyShard(), HybridShard()]
-    )
-
-
-def test_an_absent_axis():
-    assert only("dp_shard=8", [TensorParallel(), FullyShard()]).startswith(
-        "TensorParallel needs axis 'tp', which the mesh (dp_shard=8) lacks"
-    )
-
-
 def test_passes_out_of_order():
     text = only("dp_shard=4,tp=2", [FullyShard(), Compile(), ActivationCheckpoint(), TensorParallel()])
     assert text.endswith("write TensorParallel -> ActivationCheckpoint -> Compile -> FullyShard")
-
-
-def test_a_layout_pattern_that_matches_nothing():
-    layout = ModelLayout(blocks=("layer.*",))
-    assert "layout block 'layer.*' matches no module; use a name of the model; nearest: layers.*" in only(
-        "dp_shard=8", [FullyShard()], TwoLayers(), layout
-    )
-
-
-def test_a_star_does_not_cross_a_dot():
-    text = only("dp_shard=8", [FullyShard(blocks=("l*",))], TwoLayers(), ModelLayout())
-    assert "'l*' matches layers, a ModuleList, which is never called; name the modules in it: 'layers.*'" in text
-    assert Plan("dp_shard=8", [FullyShard(blocks=("layers.*",))]).check(TwoLayers(), ModelLayout(), 8)
 
 
 def test_a_modules_name_stands_for_all_that_is_in_it():
@@ -289,27 +255,9 @@ def test_mixed_dtypes_in_one_unit():
     assert "mixes dtypes: torch.float32 (layers.1.weight), torch.bfloat16 (head.weight)" in text
 
 
-def test_tied_parameters_in_two_units():
-    text = only("dp_shard=8", [FullyShard()], TwoLayers(tied=True), ModelLayout(blocks=("layers.*",)))
-    assert (
-        "tied parameters would land in two units: layers.0.weight in 'layers.0', head.weight in '(the outermost)'"
-        in text
-    )
-
-
 def test_tied_parameters_of_which_one_is_split():
     text = only("tp=2", [TensorParallel(styles={"head": None})], model(tied=True), world_size=2)
     assert "embed.weight is tied to head.weight, and only embed.weight is split over tp" in text
-
-
-def test_a_tie_that_is_none():
-    text = only(
-        "dp_shard=8",
-        [FullyShard()],
-        TwoLayers(),
-        ModelLayout(blocks=("layers.*",), tied=(("layers.0.weight", "head.weight"),)),
-    )
-    assert "one tensor, but the model has separate tensors" in text
 
 
 def test_a_mesh_that_does_not_fit_is_one_of_the_problems():
@@ -346,88 +294,23 @@ def test_a_hook_on_a_parameter_whose_place_a_shard_takes_is_refused(register):
     Plan("dp_replicate=8", [Replicate()]).check(module, None, 8)
 
 
-def test_replicate_beside_shards_is_refused():
-    assert "use HybridShard()" in " ".join(problems("dp_replicate=2,dp_shard=4", [Replicate(), FullyShard()]))
+def test_a_wrong_number_of_blocks_between_recomputed_ones():
+    assert "must be 1 or more" in only("dp_shard=8", [ActivationCheckpoint(every=0), FullyShard()])
 
 
 @pytest.mark.parametrize(
     ("passes", "message"),
-    [
-        ([FullyShard(param_dtype=torch.int8)], "is not a floating dtype"),
-        ([FullyShard(offload="disk")], "use 'cpu' or None"),
-        ([FullyShard(reshard_after_forward=5)], "must be a divisor of dp_shard=8"),
-        ([ActivationCheckpoint(mode="half"), FullyShard()], "use 'full' or 'selective'"),
-        ([ActivationCheckpoint(every=0), FullyShard()], "must be 1 or more"),
-    ],
-)
-def test_wrong_knobs(passes, message):
-    assert message in only("dp_shard=8", passes)
-
-
-def test_an_object_that_is_no_pass():
-    assert "is not a pass: object does not inherit meshpar.Pass" in problems("dp_shard=8", [object()])[0]
-
-
-def test_a_class_or_text_in_the_place_of_a_pass():
-    assert (
-        only("dp_shard=8", [FullyShard]) == "FullyShard is a class, not a pass; expected an object: write FullyShard()"
-    )
-    text = problems("dp_shard=8", ["fsdp"])[0]
-    assert (
-        text
-        == "'fsdp' is not a pass: str does not inherit meshpar.Pass; write an object of a pass, such as FullyShard()"
-    )
-    assert problems("dp_shard=8", {"fsdp": FullyShard()})[0] == text
-
-
-@pytest.mark.parametrize(
-    ("passes", "message"),
-    [
-        (
-            FullyShard(),
-            r"passes are FullyShard\(.*; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)",
-        ),
-        (
-            FullyShard,
-            r"passes are <class .*; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)",
-        ),
-        (
-            "FullyShard",
-            r"passes are 'FullyShard'; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)",
-        ),
-        (None, r"passes are None; expected a list of passes"),
-    ],
-    ids=["pass", "class", "text", "none"],
+    [(FullyShard, "<class .*; expected a list of passes: write Plan"), (None, "None; expected a list")],
 )
 def test_passes_that_are_no_list(passes, message):
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(PlanError, match=f"passes are {message}"):
         Plan("dp_shard=8", passes)
-
-
-def test_a_mesh_that_is_neither_text_nor_a_spec():
-    for mesh in ({"dp_shard": 8}, 8, None):
-        with pytest.raises(
-            MeshError, match=f"a plan's mesh is {mesh} of type {type(mesh).__name__}; expected text such as 'dp_shard=2"
-        ):
-            Plan(mesh, [FullyShard()])
-
-
-@pytest.mark.parametrize("layout", [{"blocks": ("layers.*",)}, {}, "layers.*"])
-def test_a_layout_of_another_kind(layout):
-    text = only("dp_shard=8", [FullyShard()], layout=layout)
-    assert text.startswith(
-        f"the layout is {layout!r} of type {type(layout).__name__}; expected a ModelLayout: write ModelLayout(blocks="
-    )
 
 
 def test_a_module_that_nobody_describes_is_read_from_its_structure():
     assert registry.layout_for(TwoLayers()).blocks == ("layers.*",)
     assert registry.layout_for(nn.Linear(2, 2)).blocks == ()
     assert Plan("dp_shard=8", [FullyShard()]).check(nn.Linear(2, 2), world_size=8)
-    assert "names no blocks; give ModelLayout(blocks=...)" in only(
-        "dp_shard=8", [Compile(), FullyShard()], nn.Linear(2, 2)
-    )
-    assert "the layout has no table" in only("tp=8", [TensorParallel()], TwoLayers())
 
 
 def test_a_layout_method_of_the_wrong_kind():
@@ -463,11 +346,6 @@ def test_a_pass_that_changes_names_is_caught():
         Plan("tp=2", [Renames()]).apply(model())
 
 
-def test_apply_without_a_process_group():
-    with pytest.raises(Exception, match=r"with meshpar.distributed\(\)"):
-        Plan("", []).apply(model())
-
-
 def test_passes_and_plans_print_themselves():
     assert (
         str(Plan("dp_shard=4,tp=2", [TensorParallel(), FullyShard()]))
@@ -482,5 +360,3 @@ def test_auto_puts_replicas_across_the_launchers_nodes(monkeypatch):
         str(Plan("auto,tp=2", [TensorParallel(), HybridShard()]).check(model(), world_size=8))
         == "dp_replicate=2,dp_shard=2,tp=2"
     )
-    assert "cannot read mesh 'auto tp'" in problems("auto tp", [HybridShard()])[0]
-    assert "do not fill nodes of 4" in problems("auto", [HybridShard()], world_size=6)[0]

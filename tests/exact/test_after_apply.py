@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshpar import FullyShard, MeshparError, ModelLayout, Plan, PlanError, Replicate, TensorParallel
+from meshpar import FullyShard, MeshparError, ModelLayout, Plan, Replicate, TensorParallel
 from meshpar.testing import on_ranks, whole
 from tests.support.loop_sides import PLANS as COLUMNS
 
@@ -380,20 +380,6 @@ def test_a_whole_weight_in_a_loss_outside_of_the_module_is_exact_on_two_ranks():
 @on_ranks(4)
 def test_a_whole_weight_in_a_loss_outside_of_the_module_is_exact_on_four_ranks():
     weights_in_a_loss(4)
-
-
-@on_ranks(2)
-def test_modules_that_no_pass_can_place_are_refused_before_apply():
-    refused = {
-        "has sparse gradients": nn.Embedding(8, 4, sparse=True),
-        r"has max_norm=1, .* weight\.mul_": nn.Embedding(8, 4, max_norm=1.0),
-        "without a shape yet": nn.LazyLinear(4),
-        "is a TorchScript module": torch.jit.script(nn.Linear(4, 4)),
-    }
-    for mesh, passes in plans(2):
-        for match, child in refused.items():
-            with pytest.raises(PlanError, match=match):
-                Plan(mesh, passes).apply(nn.Sequential(nn.Linear(4, 4), child), ModelLayout())
 
 
 @on_ranks(2)

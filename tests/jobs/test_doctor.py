@@ -140,11 +140,6 @@ def test_an_axis_that_should_be_inside_a_host_is_found_from_the_placement() -> N
     assert [span.most for span in spans(hybrid, ORDER)] == [2, 1]
 
 
-def test_tensor_parallel_ranks_that_cannot_be_inside_a_host_are_found() -> None:
-    (found,) = placement_findings(MeshSpec("tp=4"), ORDER)
-    assert found.do == "make tp and the axes inside it at most 2 together: a host has no more ranks"
-
-
 def test_shards_over_all_ranks_are_a_choice_with_a_price() -> None:
     assert list(placement_findings(MeshSpec("dp_shard=4"), ORDER)) == []
     note = price_of_sharding(MeshSpec("dp_shard=4"), ORDER)

@@ -200,8 +200,6 @@ def test_replicas_are_an_array(folder: Path) -> None:
         '--nodes=6 --restarts=10 \\\n  --node-rank="$((SLURM_ARRAY_TASK_ID * 3 + SLURM_NODEID))" --head="$MESHPAR_LOGS/head"'
         in wide
     )
-    with pytest.raises(LaunchError, match="leave --array out"):
-        render("slurm", "sbatch=--array=1-2%1", elastic="replicas")
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"}
     assert run_batch(folder, script, 75, **task).returncode == 0 and requeues(folder) == ["requeue 7_1"]
     logs = folder / "runs/slurm/logs/7-replicas"
@@ -326,8 +324,6 @@ def test_queues_of_kueue_and_volcano(folder: Path) -> None:
     }
     assert template["spec"]["schedulerName"] == "volcano"
     assert "PodGroup" in checked(render("kubernetes", "volcano=team-b", "jobset=true") / "job.yaml")
-    with pytest.raises(LaunchError, match="kueue and volcano: each starts the job by itself"):
-        render("kubernetes", "kueue=a", "volcano=b")
 
 
 def test_kubeflow_takes_the_file(folder: Path) -> None:
@@ -421,8 +417,6 @@ def test_skypilots_gpus_are_counted_once(folder: Path) -> None:
         render_on_gpus(fields, options=[f"accelerators={written}"])
         task = yaml.safe_load((latest(Path("runs/gpus")) / "job.yaml").read_text())
         assert task["resources"]["accelerators"] == "H100:8"
-    with pytest.raises(LaunchError, match=r"two numbers of GPUs; write -o accelerators=H100, or --gpus-per-node 4"):
-        render_on_gpus(fields, options=["accelerators=H100:4"])
 
 
 def test_problems_are_found_before_anything_is_written(folder: Path) -> None:
@@ -482,8 +476,6 @@ def test_a_script_is_run_here_before_its_job_is_rendered(folder: Path) -> None:
     ):
         launch_script(check="--wet")
     assert len(list(Path("runs/train/launches").iterdir())) == launches == 2
-    with pytest.raises(LaunchError, match="--check is for scripts"):
-        launch_job("slurm", "job.yaml", [], nodes=2, gpus_per_node=0, nproc=1, mesh="auto", check="--dry-run")
 
 
 def test_a_script_is_launched_with_its_arguments(folder: Path) -> None:
@@ -655,13 +647,6 @@ def test_options_given_twice_are_joined_or_refused() -> None:
     assert made.setup == "module load cuda\nconda activate train"
     with pytest.raises(LaunchError, match="30,000 options of slurm; expected at most 500"):
         make_target("slurm", Slurm, ["grown=1"] * 30_000)
-    with pytest.raises(LaunchError, match="'time=2:00:00': time is given twice; give it once"):
-        make_target("slurm", Slurm, ["time=1:00:00", "time=2:00:00"])
-    with pytest.raises(
-        LaunchError,
-        match=r"'mem=200G': slurm has no such option.*; for an option of sbatch's own write -o sbatch=--mem=200G",
-    ):
-        make_target("slurm", Slurm, ["mem=200G"])
 
 
 HARD = "a: [b\n#SBATCH --nodes=9 'c\"\\"
@@ -829,11 +814,6 @@ def test_a_preflight_of_another_name_is_refused_before_anything_is_rendered(fold
 
 
 def test_the_launch_advises_its_own_options(folder: Path) -> None:
-    with pytest.raises(
-        MeshError,
-        match=r"needs 2 ranks, got 4; pass --mesh auto, or a --mesh of 2 x 2 ranks, or other --nodes and --nproc",
-    ):
-        render("slurm", mesh=None, nproc=2)
     output = CliRunner().invoke(app, ["launch", "slurm", "--help"]).output
     assert (
         "Options of slurm, as -o KEY=VALUE:" in output

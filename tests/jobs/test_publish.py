@@ -195,12 +195,9 @@ def test_a_dry_run_names_what_it_would_push_and_calls_nobody(run, tmp_path, hub)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--measure", "text.txt"), "pass --quantize FORMAT as well"),
         (("--quantize", "int8", "--measure", "absent.txt"), "--measure: expected a file of text, got absent.txt"),
         (("--push", "tiny"), "--push: expected owner/name, got 'tiny'"),
         (("--push", "me/ti ny"), "--push: expected owner/name, got 'me/ti ny'"),
-        (("--dry-run",), "pass --push OWNER/NAME as well"),
-        (("--every", "2"), "pass --watch, and either --every or --best"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_anything_is_written(run, tmp_path, options, message):

@@ -73,8 +73,6 @@ def test_an_accelerator_is_tried_until_it_is_full(tmp_path: Path, monkeypatch: p
 
 def test_where_nothing_fits_or_nothing_is_said(tmp_path: Path) -> None:
     run, _ = machine(3.0)
-    with pytest.raises(RecipeError, match="not even a micro-batch of 1 fits; shard more"):
-        find_batch_size(recipe(tmp_path), run, 1 << 30)
     with pytest.raises(RecipeError, match="on a CPU needs --memory 4GiB"):
         find_batch_size(recipe(tmp_path), run, None)
 
@@ -188,8 +186,6 @@ def test_options_of_an_objective_are_checked() -> None:
         load_recipe("quickstart", ["training.objective_options={x: 1}"])
     with pytest.raises(RecipeError, match="causal_lm uses no teacher"):
         load_recipe("quickstart", ["teacher={model: {dim: 32, heads: 2}}"])
-    with pytest.raises(RecipeError, match=r"distillation needs a teacher; set teacher\.model and its weights"):
-        load_recipe("quickstart", ["training.objective=distillation"])
     assert make_objective(registry.plugin(registry.OBJECTIVES, "seq2seq"), {}).examples == "pairs"
 
 

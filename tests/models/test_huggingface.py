@@ -18,7 +18,6 @@ from meshpar.core.errors import LayoutError
 from meshpar.core.mesh import MeshSpec
 from meshpar.models.huggingface import from_config, layout_for
 from meshpar.models.huggingface.styles import FullPositions, Head, Heads
-from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.parts import Experts, Parts
 from meshpar.process.imports import quiet_imports
 from meshpar.testing import assert_parity, on_ranks, token_steps
@@ -223,13 +222,6 @@ def test_a_verified_structure_takes_the_place_of_a_plan() -> None:
     assert not (layout.attention.mixers_refusal or layout.attention.documents_refusal)
 
 
-def test_a_cache_is_refused_under_recomputation() -> None:
-    model = from_config(config("llama"))
-    assert not layout_of(model).recompute_refusal
-    model.config.use_cache = True
-    assert "set model.config.use_cache = False" in layout_of(model).recompute_refusal
-
-
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "mixtral", "llama3_rope"])
 def test_init_fills_every_parameter_and_buffer_after_to_empty(model_type: str) -> None:
     """Module by module, in any order: the weights that _init_weights would draw, and the rotary frequencies that it
@@ -283,17 +275,6 @@ def test_from_config_names_what_is_missing() -> None:
 
 def test_other_modules_have_no_layout_here() -> None:
     assert layout_for(nn.Linear(2, 2)) is None
-
-
-def test_a_padding_mask_is_refused_under_sequence_parallelism() -> None:
-    model = from_config(config("llama"))
-    context: Any = Context(  # type: ignore[arg-type]
-        mesh=None, group=None, rank=0, root=model, sequence_parallel=True, loss_parallel=False, random=None, inputs=()
-    )
-    FullPositions().install("model", model.model, context)
-    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-    with pytest.raises(ValueError, match=r"model got an attention_mask.*pack the batch instead of padding it"):
-        model(input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
 # Latent attention and fused or gathered projections, which only transformers' own styles know.

@@ -137,8 +137,6 @@ def test_presets_take_changes_and_refuse_unknown_names() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dim": 30}, r"heads \(4\) does not divide dim \(30\)"),
-        ({"kv_heads": 3}, r"kv_heads \(3\) does not divide heads \(4\)"),
         ({"layers": 0}, "layers is 0, expected at least 1"),
         ({"head_dim": 7}, "a head has 7 channels"),
         ({"dropout": 1.0}, "dropout is 1.0"),

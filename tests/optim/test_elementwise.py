@@ -140,18 +140,6 @@ def distance(make, mesh, passes):
     return far
 
 
-def test_a_rule_with_a_norm_is_refused():
-    class Normed(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad /= parameter.grad.norm()
-            super().step(closure)
-
-    with pytest.raises(MeshparError, match=r"the step of Normed on a whole tensor differs.*torch\.optim\.Adafactor"):
-        check_elementwise(lambda module: Normed(module.parameters(), lr=0.1))
-
-
 def test_schedulefrees_weights_for_evaluation_are_there_inside():
     kind = importlib.import_module(pytest.importorskip("schedulefree").__name__).SGDScheduleFree
     weight = torch.nn.Parameter(torch.ones(4))

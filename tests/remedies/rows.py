@@ -71,7 +71,7 @@ class Tested:
 
     Attributes:
         message: a part of the message that is in the source and in the test.
-        test: where the test is, such as ``tests/core/test_plan.py::test_an_absent_axis``.
+        test: where the test is, such as ``tests/core/test_plan.py::test_an_unknown_style``.
         remedies: the first words of the remedies -> a piece of the test's source that does what they say.
     """
 

@@ -159,7 +159,7 @@ ROWS = [
     ),
     Row(
         "the layout is {} of type {}; expected a ModelLayout",
-        lambda: problems("dp_shard=2", [FullyShard()], layout={"blocks": ("layers.*",)}),
+        lambda: problems("dp_shard=2", [FullyShard()], layout={}),
         {
             "write ModelLayout(": lambda: problems(
                 "dp_shard=2", [FullyShard()], layout=ModelLayout(blocks=("layers.*",))

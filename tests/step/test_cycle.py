@@ -339,15 +339,6 @@ def test_gradients_of_a_part_of_a_backward_are_refused():
         optimizer.step()
 
 
-@on_ranks(2)
-def test_a_forward_from_before_an_error_has_no_backward_after_it():
-    par = applied(failing(), "dp_shard=2", [FullyShard()])
-    earlier = par.module(x_of()).sum()
-    fail_in_backward(par.module)
-    with pytest.raises(MeshparError, match="the forward of this one came before it"):
-        earlier.backward()
-
-
 @on_ranks(1)
 def test_a_step_of_another_thread_leaves_a_backward_of_another_model_alone():
     plain, other = Net(), applied(Net(), "dp_shard=1", [FullyShard()]).module

@@ -172,10 +172,6 @@ def test_wrong_schedules_are_named() -> None:
         Schedule(steps=5, warmup_steps=9)
     with pytest.raises(RecipeError, match=r"warmup_steps must be from 0 to steps, got 9 of 5 steps"):
         Schedule(warmup_steps=9).over(5)
-    with pytest.raises(
-        RecipeError, match=r"without steps has no length of its own; set steps=, or use schedule.over\(steps\)"
-    ):
-        Schedule().rate(1)
 
 
 def test_rates_scale_with_the_data_ranks() -> None:

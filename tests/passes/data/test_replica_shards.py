@@ -19,7 +19,6 @@ from meshpar import (
     MeshparError,
     MeshSpec,
     Plan,
-    PlanError,
     TensorParallel,
 )
 from meshpar.checkpoints import CheckpointManager
@@ -361,17 +360,3 @@ def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
         if candidate.settings.replicas > 1 and candidate.settings.tp == 1
     ]
     assert {hybrid.shards: hybrid.world for hybrid in hybrids} == {2: True, 4: False}
-
-
-def test_what_cannot_be_is_refused():
-    with torch.device("meta"):
-        module = transformer()
-    for options, message in (
-        ({"optimizer": "node"}, r"HybridShard\(optimizer='node'\) is not known; use 'replica' or 'world'"),
-        (
-            {"optimizer": "world", "reshard_after_forward": 2},
-            r"reshards to parts of a replica, whose shards are kept as they are; use reshard_after_forward=True or False",
-        ),
-    ):
-        with pytest.raises(PlanError, match=message):
-            Plan("dp_replicate=2,dp_shard=4", [HybridShard(**options)]).check(module, world_size=8)

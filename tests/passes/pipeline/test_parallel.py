@@ -261,12 +261,6 @@ def test_models_that_hand_on_more_than_one_value_are_refused():
     ):
         plan.check(model, world_size=2)
     model.needs = False
-    with pytest.raises(PlanError, match=r"pp=8 has more stages than the model has blocks \(4\); use pp=4 or fewer"):
-        Plan("pp=8", [PipelineParallel()]).check(model, world_size=8)
-    with pytest.raises(PlanError, match=r"must be 2 numbers of blocks that sum to 4"):
-        Plan("pp=2", [PipelineParallel(stages=(1, 2))]).check(Skips(), world_size=2)
-    with pytest.raises(PlanError, match=r"schedule='zb'\) is not known; use one of gpipe, 1f1b"):
-        Plan("pp=2", [PipelineParallel(schedule="zb")]).check(Skips(), world_size=2)
 
 
 @pytest.mark.parametrize(("costs", "stages", "firsts"), [((1, 1, 1, 1), 2, [0, 2]), ((1, 1, 1, 5), 2, [0, 3])])
@@ -544,8 +538,6 @@ def test_losses_that_no_stage_can_run_are_refused():
     with pytest.raises(MeshparError, match="called the module 0 times; call it once and return a scalar tensor"):
         par.backward(mine, lambda module, batch: None)
     par.module.zero_grad()
-    with pytest.raises(MeshparError, match="the module is called twice for one micro-batch"):
-        par.backward(mine, lambda module, batch: sum(token_loss_sum(module, batch)[0] for _ in range(2)))
 
 
 def given(micro_batches):

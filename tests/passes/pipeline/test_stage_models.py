@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -576,12 +575,6 @@ class Keeps(Flat):
 
 
 def test_what_is_refused_says_what_would_help():
-    assert re.search(
-        r"a forward of integers \(2, 8\) cannot be looked at \(.*\); give the inputs of a forward as "
-        r"ModelLayout\(stages=StagesLayout\(example=\.\.\.\)\)",
-        refusals(ViT(), layout=ModelLayout(blocks=("blocks.*",))),
-    )
-    assert "its forward reads values of tensors on the host (DataDependentOutput" in refusals(Reads())
     said = refusals(DiT(carries=()))
     assert "its output uses results of t_embedder.mlp.2, y_embedder beside what" in said
     assert "write ModelLayout(stages=StagesLayout(carries=('t_embedder.mlp.2', 'y_embedder')))" in said
@@ -589,18 +582,8 @@ def test_what_is_refused_says_what_would_help():
     said = refusals(UNet(carries=("time",)))
     assert "write ModelLayout(stages=StagesLayout(carries=('time', 'conv_in', 'downs.*')))" in said
     assert not refusals(UNet(carries=("time", "conv_in", "downs.*")))
-    assert "embed returns a tensor of torch.int64, of which other stages have no values" in refusals(Numbered())
-    assert "the model writes into what t_embedder returns" in refusals(Written())
-    assert "results of t_embedder.mlp.2, which runs several times, beside" in refusals(Twice(("t_embedder",)))
-    assert "something of blocks.0 beside what blocks.0 hands to the next block, and does not return it" in refusals(
-        Keeps()
-    )
-    flat = Flat()
-    flat.norm = nn.BatchNorm2d(WIDTH)
-    assert "norm runs in several places, before, between or behind its blocks, and has buffers" in refusals(flat)
     tied = Tied()
     tied.blocks[0].mlp[0].weight = tied.blocks[3].mlp[0].weight
     assert "a parameter of blocks.3 (blocks.0.mlp.0.weight) is tied to one of another stage" in refusals(tied)
     tied.blocks[0].mlp[0].weight = tied.blocks[1].mlp[0].weight
     assert not refusals(tied, stages=(2, 2))
-    assert "names no block, and no module that runs before the last one" in refusals(DiT(("t_embedder", "y_*", "none")))
