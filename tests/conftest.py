@@ -53,9 +53,7 @@ FIRST = (
     *("test_async.py", "test_after_apply.py", "test_quantize.py", "test_check.py", "test_generating.py"),
     *("test_main_job.py", "test_jobs.py", "test_profile.py", "test_quickstart.py"),
 )
-"""The longest files: short ones come last, so that no worker is left alone at the end; beside one that waits others
-compute.
-"""
+"""The longest files come first, so that no worker is left alone at the end."""
 
 
 COMMANDS = [
@@ -137,16 +135,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 STORE = os.environ.get("MESHPAR_STORE", "s3")
-"""The object store of tests that choose none: ``MESHPAR_STORE=az`` runs a file's tests in Azurite, ``gs`` in
-fake-gcs-server.
-"""
+"""The scheme for tests that choose none: ``MESHPAR_STORE=az`` is Azurite, ``gs`` fake-gcs-server."""
 
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Store]]:
-    """Real object stores by scheme: each starts when it is first asked for, and runs as long as the tests of this
-    worker.
-    """
+    """Object stores by scheme; each starts when it is first asked for and runs until the worker ends."""
     pytest.importorskip("obstore", reason="the extra object-store is not installed")
     with ExitStack() as stack:
         yield cache(lambda scheme: stack.enter_context(served(scheme, tmp_path_factory.mktemp(scheme))))
@@ -154,9 +148,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, servers: Callable[[str], Store], monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A real object store, with its environment set here; ranks call ``store.use()``. ``parametrize("store", ...,
-    indirect=True)`` chooses.
-    """
+    """An object store, with its environment set here; ranks call ``store.use()``."""
     scheme = getattr(request, "param", STORE)
     if missing(scheme):
         pytest.skip(missing(scheme))

@@ -1,6 +1,4 @@
-"""An accelerator's branches with real numbers: ranks on CPUs take every choice as beside one, and run each backward
-in its thread.
-"""
+"""An accelerator's branches with real numbers on CPUs: each backward runs in a thread of its own."""
 
 from __future__ import annotations
 
@@ -18,11 +16,7 @@ from meshpar.exchange.ranks import Looks
 
 @contextmanager
 def backward_apart() -> Iterator[None]:
-    """Run backwards as autograd runs them for an accelerator: in a thread of its own, which has no context variables of
-    the caller.
-
-    A backward inside of a backward stays in its thread.
-    """
+    """Run outer backwards as for an accelerator: in a thread without the caller's context variables."""
     inner: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run(*args: Any, **kwargs: Any) -> Any:

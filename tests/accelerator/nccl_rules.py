@@ -1,12 +1,4 @@
-"""NCCL's rules on a machine without a device: a backend that carries real numbers by gloo and refuses what NCCL cannot
-do.
-
-The rules: tensors of the device, contiguous, of a dtype that NCCL knows; the same operations with the same sizes and
-dtypes in the same order on all ranks of a group; groups made in the same order on all ranks that share them; no use of
-a group after its end. Messages between two ranks have no tags: a rank runs those of a group in the order of its calls,
-each ends with its counterpart, and the first call of a pair returns when both ranks have called. The backend counts
-what each group was asked for.
-"""
+"""NCCL's rules without a device: a backend that carries real numbers by gloo and refuses what NCCL cannot do."""
 
 from __future__ import annotations
 
@@ -45,13 +37,7 @@ class Broken(AssertionError):
 
 @dataclass
 class Seen:
-    """What the groups of this rank were asked for.
-
-    Attributes:
-        made: this rank's groups, in the order in which they were made.
-        calls: (group's description, operation) -> number of calls.
-        bytes: the same -> bytes of their inputs.
-    """
+    """What this rank's groups were asked for: groups as made, calls and input bytes by (group, operation)."""
 
     made: list[Rules] = field(default_factory=list)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -339,9 +325,7 @@ def check_order(groups: Sequence[tuple[str, tuple[int, ...]]]) -> None:
 
 @contextmanager
 def rules() -> Iterator[Seen]:
-    """Let the ranks of a test talk by :class:`Rules`, where they talk by the default group of an accelerator.
-    Collective.
-    """
+    """Let the ranks of a test talk by :class:`Rules` instead of an accelerator's default group. Collective."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, Rules, extended_api=True, devices=[DEVICE])
     was, store = dict(dist.Backend.default_device_backend_map), dist.distributed_c10d._get_default_store()

@@ -1,10 +1,4 @@
-"""A dispatch mode that finds accesses of one memory by two streams that nothing orders, by the event handler of torch's
-CUDA sanitizer.
-
-It is fed with what the simulated device records: operators on its streams, what these wait for, and two kinds of queues
-that torch has no stream object for: one of each process group, and the host, which reads memory itself. Each part of
-memory is known by its storage.
-"""
+"""Accesses of one memory by two unordered streams, found by the event handler of torch's CUDA sanitizer."""
 
 from __future__ import annotations
 
@@ -70,12 +64,7 @@ class _Arguments(_sanitizer.ArgumentHandler):
 
 
 class Races(TorchDispatchMode):
-    """Count races in :attr:`found`, by their two operators and where in meshpar or FSDP2 they were called.
-
-    A process group works off its collectives in a queue of its own, which waits for the stream that called; what is to
-    use a result waits for that queue (``Work.wait``, ``wait_tensor``). Collectives that are not asynchronous run on the
-    stream that calls them.
-    """
+    """Count races by their two operators and their callers; each group and the host are queues of their own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,4 @@
-"""Ranks as threads of one process that run one at a time, and a network between them that keeps NCCL's rules for
-point-to-point messages: whether they wait for one another for ever is found at once, without a bound in seconds.
-
-The rules: tags are ignored; a rank runs the calls of a communicator in their order; a send ends with its receive; the
-first call of a pair in a communicator returns when both ranks have called. :class:`Network` with ``eager=False`` makes a
-communicator for each pair of a group, as a group without ``device_id`` does. A group of gloo keeps the messages of
-different tags and pairs apart.
-"""
+"""Ranks as threads that take turns, on a network with NCCL's rules for messages: a hang is found at once."""
 
 from __future__ import annotations
 
@@ -35,13 +28,7 @@ class Broken(AssertionError):
 
 @dataclass(eq=False)
 class Group:
-    """Ranks that exchange tensors.
-
-    Attributes:
-        ranks: of the group.
-        backend: ``"nccl"`` or ``"gloo"``.
-        title: for messages.
-    """
+    """Ranks that exchange tensors; the backend is ``"nccl"`` or ``"gloo"``."""
 
     ranks: tuple[int, ...]
     backend: str = "nccl"
@@ -50,15 +37,7 @@ class Group:
 
 @dataclass(eq=False)
 class Work:
-    """One call of a rank.
-
-    Attributes:
-        kind: ``send``, ``recv``, or the name of a collective.
-        value: what is sent, filled, or combined.
-        peer: the other rank; -1: all of the group.
-        then: combines what all ranks gave.
-        done: the call has ended.
-    """
+    """A call of a rank: ``peer`` -1 means all of the group, ``then`` combines what all ranks gave."""
 
     network: Network
     kind: str
@@ -77,14 +56,7 @@ class Work:
 
 @dataclass
 class Network:
-    """The ranks of one run.
-
-    Attributes:
-        size: number of ranks.
-        eager: each group is one communicator.
-        connects: the first call of a pair returns when both have called.
-        calls: of all ranks, with their group's title.
-    """
+    """The ranks of a run; ``eager``: one communicator a group, else one a pair, whose first call ``connects``."""
 
     size: int
     eager: bool = True
@@ -119,11 +91,7 @@ class Network:
             raise Hang(what)
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
-        """Run a program on every rank; return what each returned.
-
-        Raises:
-            Hang: they wait for one another.
-        """
+        """Run a program on every rank and return the results; raise :class:`Hang` if all wait for one another."""
         results, errors = [None] * self.size, list[BaseException]()
 
         def work(rank: int) -> None:

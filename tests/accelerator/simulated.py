@@ -1,6 +1,4 @@
-"""A process of its own with a simulated accelerator: tensors have shapes and devices but no values, streams and
-generators are Python's.
-"""
+"""A process with a simulated accelerator: tensors without values; streams and generators are Python's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A train step of every kind of plan keeps NCCL's rules, with the numbers of one process; controls show that each
-rule is asked.
-"""
+"""A train step of every kind of plan keeps NCCL's rules; controls show that each rule is asked."""
 
 from __future__ import annotations
 

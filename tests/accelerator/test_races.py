@@ -1,6 +1,4 @@
-"""Streams of a train step access one memory in an order that something keeps: events, waits of streams, and waits
-for collectives.
-"""
+"""Streams of a train step access one memory in an order that events or waits keep."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""No schedule of stages waits for itself under NCCL's rules for messages: the project's own stages run as threads that
-take turns, so that a hang is found and not waited for.
-"""
+"""No schedule of stages waits for itself under NCCL's rules: stages are threads that take turns."""
 
 from __future__ import annotations
 

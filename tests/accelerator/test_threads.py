@@ -1,6 +1,4 @@
-"""A backward in a thread of its own, as an accelerator's is, finds what the user and the library set for the
-forward.
-"""
+"""A backward in a thread of its own finds what the user and the library set for the forward."""
 
 from __future__ import annotations
 

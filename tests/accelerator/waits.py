@@ -36,12 +36,7 @@ COLLECTIVES = {
 
 
 class Waits(TorchDispatchMode):
-    """Count the places, ``module.function``, where the host waits, and go on with values of no meaning.
-
-    Beside an accelerator a copy between host and device waits unless it is ``non_blocking``, and a collective of host
-    tensors waits for the other hosts. Lists that mix tensors of host and device, which a device refuses and fake
-    tensors of no dim do not, are refused.
-    """
+    """Count the places where the host waits for the device, and refuse lists that mix tensors of both."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Saves and restores of tensors on an accelerator, on a machine without one: copies, waits and pinned memory, and
-their order.
-"""
+"""Saves and restores of tensors on an accelerator, without one: copies, waits, pinned memory, order."""
 
 from __future__ import annotations
 
@@ -150,9 +148,7 @@ def test_a_pinned_slab_has_the_bytes_that_it_is_asked_for_and_is_given_back(monk
 
 
 class LateDevice(TorchDispatchMode):
-    """A device that copies when the host waits for it, and not before: a tile that is filled too early arrives
-    wrong.
-    """
+    """A device that copies only when the host waits for it."""
 
     def __init__(self, out: torch.Tensor) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Where a checkpoint or an export goes, and which step it is: what does not fit is refused before anything is
-touched.
-"""
+"""Where a checkpoint or an export goes, and which step it is, is checked before anything is touched."""
 
 from __future__ import annotations
 

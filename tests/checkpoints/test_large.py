@@ -1,6 +1,4 @@
-"""Tensors and files of over 4 GiB, where an archive's 32 bits no longer do: sparse files, so that nothing of that
-size is written.
-"""
+"""Tensors and files of over 4 GiB, past an archive's 32 bits, as sparse files."""
 
 from __future__ import annotations
 

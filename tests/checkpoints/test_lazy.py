@@ -1,6 +1,4 @@
-"""What a checkpoint stores are values: views that torch resolves when it reads them come back equal, and what is no
-array is refused.
-"""
+"""Views that torch resolves on reading come back equal, and what is no array is refused."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ LARGE = 600_000  # complex numbers: more than a tile
 
 
 class Views(nn.Module):
-    """Parameters and buffers that are views of complex numbers: conjugated, negated, transposed, and of more than a
-    tile.
-    """
+    """Parameters and buffers that are conjugated, negated or transposed views, also larger than a tile."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Quantised exports: their bytes against an independent NumPy implementation, and what transformers computes with
-them.
-"""
+"""Quantised exports: their bytes against NumPy, and what transformers computes with them."""
 
 from __future__ import annotations
 
@@ -98,9 +96,7 @@ BLOCKS = {"fp8": (1, None), "fp8-block": (128, 128), "int8": (1, None), "int4": 
 
 
 def expected(how, weight, bits):
-    """The stored values, the scales and what they stand for of a float32 weight, by NumPy alone; ``bits``: of the
-    scales.
-    """
+    """Return stored values, scales (of ``bits``) and dequantised values of a float32 weight, by NumPy alone."""
     rows, columns = weight.shape
     down, across = BLOCKS[how][0], BLOCKS[how][1] or columns
     blocks = weight.reshape(rows // down, down, columns // across, across)

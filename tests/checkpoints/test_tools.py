@@ -117,9 +117,6 @@ def test_prune_keeps_the_best_when_told_by_what(run):
 
 
 def test_a_model_imported_for_ours_begins_a_run_of_transformers_too(tmp_path):
-    """`meshpar import` without ``--model transformers``: a job begins from the published names, which both kinds of
-    model read.
-    """
     config = TransformerConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
     rules, shown = names_of_ours("llama"), Transformer(config)
     published = rules.publish(_Held(shown.state_dict()))

@@ -1,6 +1,4 @@
-"""The documentation: its links lead somewhere, also on GitHub; every public name has a docstring and a place in the
-reference.
-"""
+"""The documentation: its links lead somewhere; every public name has a docstring and a place in the reference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The pages of the guide: their examples run, before and after print the same, and the errors that they explain are
-in the source.
-"""
+"""The guide: its examples run, before and after print the same, and its errors are in the source."""
 
 from __future__ import annotations
 

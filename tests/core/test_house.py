@@ -1,6 +1,4 @@
-"""The house's own rules, read from the source: floors point down, the core needs torch alone, the environment has
-one reader.
-"""
+"""Rules of the house, read from the source."""
 
 from __future__ import annotations
 
@@ -159,9 +157,6 @@ def part_of(module):
 
 
 def test_tests_lie_in_the_folder_of_what_they_test():
-    """`make test`, `test-jobs` and `test-all` choose by folder, and by `nightly` beside a case; modules import each other
-    by whole names.
-    """
     files = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path.parent.name != "stranger"]
     lost = [path.name for path in files if path.name.startswith("test_") and path.parent.name in ("tests", "support")]
     assert not lost, "move it into the folder of what it tests"

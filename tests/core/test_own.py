@@ -1,6 +1,4 @@
-"""Classes of the user's own, by import path in a recipe: checked, described, forecast and trained as meshpar's own
-are.
-"""
+"""Classes of the user's own in a recipe are checked, described, forecast and trained as meshpar's own."""
 
 from __future__ import annotations
 

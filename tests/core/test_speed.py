@@ -1,6 +1,4 @@
-"""What a step must not do: compile what is compiled, or hold the host; tests/accelerator has where it waits for the
-device.
-"""
+"""A step compiles nothing twice and does not hold the host."""
 
 from __future__ import annotations
 

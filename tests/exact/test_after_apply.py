@@ -1,6 +1,4 @@
-"""Loops that change a parallel module, or use its weights, after plan.apply: exact, or refused in the step in which
-it happens.
-"""
+"""Loops that change a parallel module after plan.apply are exact, or refused in the same step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The forecast: closed forms, probes told to full depth, time as a pure function of trace and hardware, what a plan
-pays for.
-"""
+"""The forecast: closed forms, probes scaled to full depth, time of trace and hardware, what a plan pays for."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ def job(config, mesh, passes, **batch):
 
 
 def bytes_of_a_rank(model, tp, shards):
-    """Float32 bytes of the first rank: tensor parallelism splits what its table says, FSDP splits dim 0 of the rest,
-    rounding up.
-    """
+    """Float32 bytes of the first rank: TP splits what its table says, FSDP dim 0 of the rest, rounded up."""
     total = 0
     for name, parameter in model.named_parameters():
         rows, rest = parameter.shape[0], parameter.numel() // parameter.shape[0]
@@ -356,9 +352,6 @@ WIDE = replace(SMALL, vocab_size=16_000, dim=2048, layers=10, heads=16, kv_heads
 
 @pytest.mark.nightly
 def test_three_short_stages_tell_those_of_another_mesh():
-    """In full, with the events of a step that is simulated whole; and as a search estimates plans, with one event for
-    all between two messages.
-    """
     passes = [PipelineParallel(stages=(3, 3, 2, 2)), FullyShard(**BF16)]
     made = job(WIDE, "pp=4,dp_shard=2", passes, sequence=2048, accumulate=6)
     layout, hardware = made.model.meshpar_layout(), Hardware.load("h100")
@@ -402,9 +395,6 @@ def test_a_search_over_stages_estimates_what_a_forecast_of_the_plan_says():
 
 
 def test_a_search_tries_ep_for_mixtures(monkeypatch):
-    """On traces in which dividing experts pays: the estimate counts the samples of each rank of ``ep``, as the
-    forecast of the winner.
-    """
     heard = []
 
     def traced(jobs, workers, progress):

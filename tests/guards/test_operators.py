@@ -1,6 +1,4 @@
-"""Operators on a parallel module's parameters and gradients: told in words that help, which are exact where they are
-followed, on every mesh and in one process.
-"""
+"""Operators on a parallel module's parameters: the error's words are exact where they are followed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""kill -9 of any rank at any moment of saving: no committed step is lost, none loads mixed, and no survivor waits for
-long.
-
-On a disk and in an object store. A sample runs here; ``MESHPAR_CRASH_KILLS=200`` (and ``MESHPAR_CRASH_SEED``) makes it
-the long run.
-"""
+"""kill -9 of any rank while saving loses no committed step; ``MESHPAR_CRASH_KILLS=200`` is the long run."""
 
 from __future__ import annotations
 

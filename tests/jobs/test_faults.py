@@ -1,6 +1,4 @@
-"""Faults beside training: after each the last step that was due is restored bitwise, and the end is that of a job without
-a fault.
-"""
+"""After each fault beside training the last step that was due is restored bitwise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The recipes of the five jobs in short form, by name, on small data of a user's own; the long forms are in
-docs/jobs.md.
-"""
+"""The five jobs' recipes in short form, on small data of a user's own; docs/jobs.md has the long ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The main job through the real command line: train, stop by signal, resume on the same mesh and on another, export,
-load.
-"""
+"""The main job by the command line: train, stop by signal, resume on this mesh and another, export, load."""
 
 from __future__ import annotations
 
@@ -121,9 +119,7 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
 
 
 def rest_of(process: subprocess.Popen[str]) -> str:
-    """What a run says from here to its end. Of lines read so far Python may hold more, which communicate() would
-    lose.
-    """
+    """Return a run's remaining output; communicate() would lose lines that Python has buffered."""
     assert process.stderr is not None
     too_long = threading.Timer(patient(90), os.killpg, (process.pid, signal.SIGKILL))
     too_long.start()
@@ -559,9 +555,7 @@ def test_a_resume_with_other_data_or_another_batch_says_so(tmp_path: Path, monke
 
 
 def test_an_epoch_that_began_on_one_rank_ends_on_two(folder: Path) -> None:
-    """Each sample has the learning rate that it has in a run without a stop, and the run ends when its epoch is used
-    up.
-    """
+    """Each sample has the learning rate that it has in a run without a stop."""
     epoch = [
         "mesh=''",
         "passes=[]",

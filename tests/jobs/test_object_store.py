@@ -1,6 +1,4 @@
-"""Runs in an object store: what is saved there is committed once, restored on any mesh, and equal to what lies on a
-disk.
-"""
+"""Runs in an object store: committed once, restored on any mesh, and equal to a disk's."""
 
 from __future__ import annotations
 
@@ -406,9 +404,7 @@ def last_good(root: Place, committed: int) -> int:
 def under_failures(
     root: Place, proxy: object_store.FaultyProxy, rate: float, faults: int
 ) -> list[tuple[str, bool, Counter[str], float]]:
-    """Save, restore and export until so many requests have failed; return each operation, how it ended, its failures
-    and its seconds.
-    """
+    """Save, restore and export until so many requests failed; return (operation, end, failures, seconds)."""
     committed, exported, found, hf = 0, 0, [], root.parent / "hf"
     for step in itertools.count(1):
         for name, act in (

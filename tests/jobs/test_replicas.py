@@ -1,8 +1,4 @@
-"""Replicas that are lost and come back: no token is lost or counted twice, every loss is one process's, and nobody
-waits for long.
-
-A sample of faults runs here; ``benchmarks/replicas.py`` draws hundreds, also of links.
-"""
+"""Replicas are lost and come back: each token counts once; ``benchmarks/replicas.py`` draws more faults."""
 
 from __future__ import annotations
 
@@ -89,9 +85,7 @@ def rows(micro_batches):
 
 
 def test_samples_of_a_lost_replica_come_again_and_each_counts_once_an_epoch():
-    """Replicas come and go, a step of one of them is lost now and then, and a plain job finishes the epoch from the
-    saved position.
-    """
+    """A plain job finishes the epoch."""
     data, seen = batches(47, accumulate=2), []
     for flags in ([True, True], [True, False, True], [False], [True, True, False]):
         shares = [rows(data.share(number, len(flags))) for number in range(len(flags))]
@@ -120,9 +114,7 @@ def member(name, step, sum, *, waits=False, failures=0):
 
 
 def test_a_quorum_goes_on_from_the_newest_sum():
-    """Two steps of one number: that of the later group counts, so that a replica which was dropped with a sum of its
-    own is behind.
-    """
+    """Of two steps of one number that of the later group counts."""
     a, b, c = member("a", 5, (1, 0)), member("b", 5, (2, 0)), member("c", 4, (1, 0), waits=True)
     quorum = Quorum(number=3, members=(a, b, c))
     assert quorum.best == b.state and quorum.ready == (a, b, c)  # c was left behind: it copies, and completes nothing
@@ -315,9 +307,6 @@ def test_the_lighthouse_of_one_machine_listens_on_that_machine_alone(head, liste
 
 @on_ranks(1)
 def test_what_never_succeeds_ends_with_its_error():
-    """An exchange that fails every time, and a replica that was given another batch, by which samples would count
-    twice.
-    """
     lighthouse = Lighthouse(patience_s=1.0)
     with small(lighthouse, batches(), sparse=True, name="0", replicas=1, patience_s=1.0) as replicas:
         replicas.begin()
@@ -409,9 +398,7 @@ def test_all_ranks_wait_for_the_lighthouse():
 
 @on_ranks(2)
 def test_a_stop_request_ends_the_wait_for_other_replicas():
-    """They may take a quarter of an hour to come, or never do; every rank leaves, whichever of the signals' reasons
-    it has.
-    """
+    """Every rank leaves, whichever of the signals' reasons it has."""
     lighthouse = Lighthouse() if dist.get_rank() == 0 else None
     address = [lighthouse and f"http://127.0.0.1:{lighthouse.port}"]
     dist.broadcast_object_list(address)
@@ -432,9 +419,7 @@ def test_a_stop_request_ends_the_wait_for_other_replicas():
 
 
 class Watched:
-    """Notes in validation what another replica would get, and when this one was last alive; it is not heard for a
-    while then.
-    """
+    """Notes in validation what another replica would get, while this one is not heard."""
 
     trainer, sent, moved = None, None, ()
 
@@ -544,12 +529,7 @@ def test_faults_at_random_instants_lose_and_double_nothing(tmp_path, replicas, r
     "more", [["training.steps=null", "training.epochs=1", "data.micro_batch=4"], ["passes=[HybridShard]"]]
 )
 def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
-    """The one that reports is killed: another one does, each step is told once, and the newest checkpoint is the last
-    step's.
-
-    Steps without a replica have fewer samples: an epoch then has more of them, and the learning rate falls to its end
-    all the same.
-    """
+    """The one that reports is killed: another one does, and tells each step once."""
     seconds, outputs = lab.killed_recipe(tmp_path, ["--elastic", "replicas"], "out/logs/replica-0", overrides=more)
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     left = next(record["replicas"] for record in records if "replicas" in record)
@@ -605,12 +585,7 @@ class ByHand:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("replicas", [4, 2])
 def test_four_hosts_by_hand(tmp_path, replicas):
-    """The command of a lost host is given again; so is that of the lighthouse's host, and all go on from the newest
-    checkpoint.
-
-    Four replicas have a host each. Two have two hosts each, of which the remaining one waits for the lost one, also
-    while its link is cut.
-    """
+    """Lost hosts start again by the same command, also the lighthouse's; two replicas have two hosts each."""
     steps = 1800
     job = ByHand(tmp_path, replicas, steps)
     try:

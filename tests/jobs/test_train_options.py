@@ -1,6 +1,4 @@
-"""What `meshpar train` does around a run: the largest micro-batch, the forecast beside the first steps, the
-objective's options.
-"""
+"""Around a run: the largest micro-batch, the forecast beside the first steps, the objective's options."""
 
 from __future__ import annotations
 

@@ -146,9 +146,7 @@ def test_values_that_transformers_cannot_use_are_refused(
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with weights as they come: whole, with a file missing, with an old index, of torch.save,
-    twice, of another shape.
-    """
+    """Weights whole, with a file missing, with an old index, of torch.save, twice, of another shape."""
     made = tmp_path_factory.mktemp("weights")
     (made / "text.md").write_text("some text\n" * 200)
     (made / "job.yaml").write_text(BASE.replace("hidden: 32,", "hidden: 32, vocab_size: 260,"))

@@ -1,7 +1,4 @@
-"""Files of strangers are data: whatever is in them, the commands that read them read them or refuse them.
-
-A sample runs here; ``python benchmarks/fuzz_hostile.py --seeds 0:2000`` prints the whole.
-"""
+"""Files of strangers are read or refused; ``benchmarks/fuzz_hostile.py --seeds 0:2000`` is the whole."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Recipes: every fault at once, with file, line, path and the nearest name; old names translated; resolved text that
-reads back.
-"""
+"""Recipes: every fault at once, with file, line, path and the nearest name; resolved text reads back."""
 
 from __future__ import annotations
 

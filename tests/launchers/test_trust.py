@@ -1,6 +1,4 @@
-"""A recipe, a run's recipe, a launch file and a config are data: a command that only looks imports and calls nothing that
-they name; a job runs the classes of its recipe, each of which is of the kind that its field asks for.
-"""
+"""Recipes, launch files and configs are data: a command that only looks imports and calls nothing they name."""
 
 from __future__ import annotations
 

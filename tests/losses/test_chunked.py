@@ -58,9 +58,7 @@ def gradients(model, loss):
 
 
 def compare(found, expected, tolerance):
-    """Each to ``tolerance`` of its largest value; where that is nothing beside the others' (a key bias'), of a
-    hundredth of theirs.
-    """
+    """Compare each to ``tolerance`` of its largest value, or of a hundredth of the others' (a key bias)."""
     floor = max(float(tensor.abs().max()) for tensor in expected.values()) / 100
     for key, gradient in expected.items():
         assert (found[key] - gradient).abs().max() <= tolerance * max(float(gradient.abs().max()), floor), key

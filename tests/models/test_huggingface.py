@@ -224,9 +224,6 @@ def test_a_verified_structure_takes_the_place_of_a_plan() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "mixtral", "llama3_rope"])
 def test_init_fills_every_parameter_and_buffer_after_to_empty(model_type: str) -> None:
-    """Module by module, in any order: the weights that _init_weights would draw, and the rotary frequencies that it
-    computes.
-    """
     scaling = {
         "rope_type": "llama3",
         "rope_theta": 500.0,

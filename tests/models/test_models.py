@@ -51,9 +51,7 @@ def make_norms_uneven(model: nn.Module) -> None:
 
 
 def transformers_model(model: Transformer | GPT2) -> nn.Module:
-    """Build transformers' model from the layout's config.json and give it ``model``'s weights under their published
-    names.
-    """
+    """Build transformers' model from the layout's config.json with ``model``'s weights."""
     layout = model.meshpar_layout()
     config = dict(layout.config)
     hf_config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)

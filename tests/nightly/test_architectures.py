@@ -1,6 +1,4 @@
-"""Architectures of transformers under every plan against one process, a sample; ``benchmarks/architectures.py`` runs
-them all.
-"""
+"""A sample of architectures under every plan; ``benchmarks/architectures.py`` runs them all."""
 
 from __future__ import annotations
 
@@ -124,9 +122,7 @@ def test_tensors_that_only_a_constructor_or_an_outer_model_fills_are_initialised
 
 
 class Side(nn.Module):
-    """A model that nobody describes: attention and feed-forward side by side in lists of lists, and two layers that
-    share a weight.
-    """
+    """Attention and feed-forward side by side in lists of lists, and two layers that share a weight; no layout."""
 
     def __init__(self):
         super().__init__()

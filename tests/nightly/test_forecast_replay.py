@@ -172,9 +172,7 @@ def simulated(covered):
 
 
 def real_step(case, expected):
-    """On every rank: steps of a real job after the first two; the ranks of which a simulation is known hold theirs
-    against it.
-    """
+    """Run steps of a real job; ranks of which a simulation is known hold theirs against it."""
     par = Plan(*CASES[case]).apply(on_meta(case)).materialize(seed=0)
     optimizer = build_adamw(par.module, AdamWSettings(fused=True))
     batches = [

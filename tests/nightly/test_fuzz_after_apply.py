@@ -1,6 +1,4 @@
-"""Drawn loops that change a parallel module after plan.apply, a sample; ``benchmarks/fuzz_after_apply.py`` runs
-thousands.
-"""
+"""A sample of drawn loops that change a parallel module; ``benchmarks/fuzz_after_apply.py`` runs thousands."""
 
 from __future__ import annotations
 

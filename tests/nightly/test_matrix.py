@@ -1,8 +1,4 @@
-"""What any mesh saves, any mesh and one process restore, bit for bit: meshes of 2, 4 and 8 ranks.
-
-The suite restores what each mesh saved once on each number of ranks, on a disk; ``-m long`` also in an object store,
-and each under every other.
-"""
+"""What any mesh of 2, 4 or 8 ranks saves, any mesh and one process restore, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Steps saved under one torch load bit for bit under every other, by stock ``dcp.load`` and by meshpar.
-
-``MESHPAR_TORCHES`` names the interpreters of the other environments, which ``make test TORCH=...`` makes:
-``MESHPAR_TORCHES=.venv-torch-2.11.0/bin/python:.venv-torch-2.15.0/bin/python pytest -m long
-tests/nightly/test_torches.py``
-"""
+"""Steps saved under one torch load bit for bit under those of ``MESHPAR_TORCHES``, also by ``dcp.load``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The knobs of the passes, each against one process; sizes that do not divide; compiled; and what mixed precision
-keeps.
-"""
+"""The knobs of the passes against one process, sizes that do not divide, compiled, and mixed precision."""
 
 from __future__ import annotations
 

@@ -537,9 +537,7 @@ class Choosing(nn.Module):
 
 
 CHOICES = [(["a", "b"], ["a", "b"]), (["a", "a"], ["b", "a"])]
-"""By micro-batch: the branches that the two ranks take; nobody takes ``c``, and the second time nobody ``b`` on its
-own.
-"""
+"""By micro-batch the ranks' branches; nobody takes ``c``, and the second time nobody ``b`` on its own."""
 
 
 @pytest.mark.parametrize("accumulated", [False, True], ids=["each", "accumulated"])

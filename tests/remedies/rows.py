@@ -99,9 +99,7 @@ def alone(rows: Iterable[Row | Tested]) -> list[Any]:
 
 
 def run_together(rows: Iterable[Row | Tested], ranks: int, folder: Path | str = ".") -> None:
-    """Run the rows of so many ranks, one after another, on each of them: the body of a test ``@on_ranks(ranks)``. They
-    write into ``folder``.
-    """
+    """Run the rows of so many ranks in ``folder``, one after another: the body of a test ``@on_ranks(ranks)``."""
     failures = []
     with contextlib.chdir(folder):
         for row in rows:

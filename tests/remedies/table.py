@@ -1,6 +1,4 @@
-"""The table of remedies against the source: what is in no row, what is in two, which rows match nothing. Rows are read
-from their files' source, so that nothing is imported.
-"""
+"""The table of remedies against the source: what no row tries, two rows try, or matches nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The average of a parallel module equals torch's AveragedModel in one process, is swapped in and out exactly, and
-is saved by shards.
-"""
+"""The average of a parallel module equals AveragedModel in one process, is swapped exactly, saved by shards."""
 
 from __future__ import annotations
 

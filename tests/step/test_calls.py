@@ -1,6 +1,4 @@
-"""Calls of a parallel module by other ways than ``module(x)``: ``forward``, inference mode, ``torch.compile``; and a
-plan without passes, whose module is as it was.
-"""
+"""Calls other than ``module(x)``: ``forward``, inference mode, ``torch.compile``; and a plan without passes."""
 
 from __future__ import annotations
 

@@ -62,9 +62,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in the order ``order``, recomputed by the model itself by wish, and the first one's gain used outside
-    of it by wish.
-    """
+    """Blocks in ``order``, by wish recomputed by the model, or the first one's gain used outside of it."""
 
     def __init__(self, order=(0, 1), recomputed=False, outside=False, **options):
         super().__init__()

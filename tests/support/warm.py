@@ -192,9 +192,7 @@ def _load(preload: Sequence[str]) -> None:
 
 
 def write_command(path: Path) -> Path:
-    """Write a command ``meshpar`` for hosts that no server of a test reaches: what its ranks need is loaded once,
-    before it forks them.
-    """
+    """Write a command ``meshpar`` for other hosts, which loads once what its forked ranks need."""
     code = (
         f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import warm; warm.command() {'#' * _COMMAND_LINE}"
     )
@@ -275,9 +273,7 @@ def _become(
 
 
 def _run_as_main(module: str) -> None:
-    """Run a module and leave as an interpreter does, without taking apart what the server has loaded: to free torch
-    copies 150 MB of its pages and takes three times as long as a short command.
-    """
+    """Run a module and leave as an interpreter does, without freeing what the server has loaded."""
     code: Any = None
     try:
         runpy._run_module_as_main(module)
@@ -323,9 +319,7 @@ def _serves(modules: Sequence[str]) -> bool:
 
 
 def _forked_server() -> socket.socket | None:
-    """Fork a server of this process's own and return its asking end; None in a process that came from it and has
-    ended.
-    """
+    """Fork a server and return its asking end; None in a process that came from it and has ended."""
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()

@@ -140,9 +140,7 @@ STEPS = token_steps(VOCAB, parts=4, steps=3)
 
 @pytest.mark.nightly
 def test_factors_resume_bitwise_on_other_meshes_and_in_one_process(tmp_path):
-    """Each mesh restores what the one before saved, and saves it again; the last step is trained where the first
-    was.
-    """
+    """Each mesh restores what the one before saved."""
     for number, (mesh, _) in enumerate(MESHES):
         on_ranks(4 if mesh else 1)(restored_and_saved)(str(tmp_path), number)
     on_ranks(4)(trained_on)(str(tmp_path))

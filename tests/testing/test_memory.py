@@ -299,9 +299,7 @@ def test_a_rank_holds_what_is_described_after_every_verb(model, plan, tmp_path):
 
 
 class Counted:
-    """Looks at the memory as what it stands for does, and marks each place in a profile with the bytes that it
-    found.
-    """
+    """Looks at the memory, and marks each place in a profile with the bytes that it found."""
 
     def __init__(self):
         self.memory, self.places = Memory(), 0
@@ -313,9 +311,7 @@ class Counted:
 
 
 def miscounted(folder):
-    """Return after which of all verbs torch's allocator gave, since the one before, another number of bytes than the
-    harness found.
-    """
+    """Return the verbs after which torch's allocator gave other bytes than the harness found."""
     counted = Counted()
     with profile(profile_memory=True) as seen:
         every_verb(MODELS["gpt2"], "dp_shard=1,tp=1", [TensorParallel(), FullyShard()], folder, counted, later=False)

@@ -147,9 +147,7 @@ def test_four_ranks(model, plan, forms):
 
 
 class EveryStyle(nn.Module):
-    """Attention in the styles that the models above do without: lookups by features, copied heads with biases,
-    parameters by name.
-    """
+    """Attention in styles that other models lack: lookups by features, copied heads, parameters by name."""
 
     def __init__(self):
         super().__init__()

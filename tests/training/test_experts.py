@@ -75,9 +75,7 @@ MESHES = {
 
 
 def trains(root, mesh, passes, name):
-    """Train three steps of two micro-batches of 4 samples in all, whatever the mesh, and keep weights, biases and
-    records on rank 0.
-    """
+    """Train three steps of two micro-batches on any mesh; keep weights, biases and records on rank 0."""
     build, balance = BUILDS[name]
     with torch.device("meta"):
         module = build()

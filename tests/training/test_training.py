@@ -426,9 +426,7 @@ LONG_STEPS = [(reshard, reduce_each) for reshard in (True, False) for reduce_eac
 @pytest.mark.parametrize(("reshard", "reduce_each"), daily(LONG_STEPS, (True, False)))
 @on_ranks(2)
 def test_a_stop_in_a_long_step_leaves_its_micro_batches(tmp_path: Path, reshard: bool, reduce_each: bool) -> None:
-    """The micro-batches that were done are left, the state before the step is saved, and the next start repeats the
-    step.
-    """
+    """The state before the step is saved; the next start repeats it."""
     passes = [FullyShard(reshard_after_forward=reshard)]
     samples, (whole, part) = packed(tmp_path), (parallel("dp_shard=2", passes, dropout=0.2) for _ in range(2))
     more: dict[str, Any] = {"micro": 1, "accumulate": 6, "steps": 3, "reduce_each": reduce_each}
@@ -527,9 +525,7 @@ class Asking:
 
 
 def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized, late: int) -> None:
-    """The step is saved, and the next start makes up for the validation: a run that was stopped in each has the
-    records of one that was not.
-    """
+    """The step is saved, and the next start makes up for the validation."""
     samples = packed(folder)
 
     def train(par: Parallelized, saved: Any = None, batch: int = 99) -> tuple[Any, Kept, Records]:
@@ -743,9 +739,7 @@ def test_an_overflow_on_the_shards_of_one_rank_is_skipped_by_all() -> None:
 @pytest.mark.parametrize("dtype", daily([torch.bfloat16, torch.float16], torch.bfloat16))
 @on_ranks(2)
 def test_half_precision_keeps_masters_in_float32(dtype: torch.dtype) -> None:
-    """Updates too small for the dtype that computes add up, in float32 moments and weights; the loss falls as in
-    float32.
-    """
+    """Updates too small for the dtype that computes add up."""
     with tempfile.TemporaryDirectory() as folder:
         losses = {}
         for computed in (torch.float32, dtype):

@@ -1,6 +1,4 @@
-"""What is claimed of every model, run on the ranks of one group: training, evaluation, checkpoints and exports equal
-one process.
-"""
+"""What is claimed of every model: training, evaluation, checkpoints and exports equal one process."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ MESHES["FSDP over 4"] = (4, "dp_shard=4", lambda blocks: [FullyShard(blocks=bloc
 
 @dataclass(slots=True)
 class Trace:
-    """What training leaves, whole, step by step: losses, norms, gradients, weights and buffers, and what was
-    inferred before each step.
-    """
+    """What training leaves, whole and by step, and what was inferred before each step."""
 
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
@@ -227,9 +223,7 @@ def evaluates_in_inference_mode(name: str, mesh: str, folder: Path) -> None:
 
 
 def goes_on_elsewhere(name: str, mesh: str, folder: Path) -> None:
-    """A step on one mesh, saved; a model with other weights on another mesh restores it and makes the remaining
-    steps.
-    """
+    """Save a step on one mesh, restore it on another into other weights, and make the remaining steps."""
     stranger, expected = STRANGERS[name], alone(name)
     par = applied(stranger, mesh)
     optimizer = optimizer_of(par.module)
@@ -285,11 +279,7 @@ CLAIMS: dict[str, Callable[[str, str, Path], None]] = {
 
 
 def run_cases(cases: Sequence[tuple[str, str, str]], folder: str) -> None:
-    """Check (claim, model, mesh) by (claim, model, mesh) in one process group, and write down what came of each, or
-    that it was begun.
-
-    An error ends its own case only: every rank tells the others how it fared before the next begins.
-    """
+    """Check cases (claim, model, mesh) in one process group and note each result; an error ends its own case."""
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,6 +1,4 @@
-"""Models of other people, tiny and with random weights: how each is built, fed and entered, and nothing about
-parallelism but a layout.
-"""
+"""Models of other people, tiny and random: how each is built, fed and entered, with a layout at most."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ class Stranger:
 
 
 def distance(outputs: Tensor) -> Tensor:
-    """Return the mean squared distance from numbers that are no model's favourites, so that no gradient is zero by
-    symmetry.
-    """
+    """Return the mean squared distance from fixed numbers, so that no gradient is zero by symmetry."""
     flat = outputs.flatten(1)
     return (flat - torch.arange(flat.shape[1], dtype=flat.dtype).mul(0.7).cos()).pow(2).mean()
 

@@ -1,9 +1,4 @@
-"""Models of timm, torchvision, diffusers, open_clip, x-transformers, sentence-transformers, transformers and plain
-torch, in two lines.
-
-python -m pytest tests/nightly/strangers                 a few models under FSDP and Replicate
-python -m pytest tests/nightly/strangers -m "long or not long"    all of them on every mesh
-"""
+"""Models of other libraries in two lines; without ``-m`` a few under FSDP and Replicate."""
 
 from __future__ import annotations
 
@@ -43,9 +38,7 @@ def marked(case: Case) -> object:
 
 @pytest.fixture(scope="module")
 def verdict_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], str]:
-    """Return a look-up of what came of a case; the first one that asks runs all selected cases of as many ranks, in
-    one group.
-    """
+    """Return a look-up of results; the first that asks runs all cases of as many ranks in one group."""
     selected = [
         item.callspec.params["case"] for item in request.session.items if getattr(item, "originalname", "") == CLAIM
     ]
@@ -72,9 +65,7 @@ def installed(name: str) -> bool:
 
 
 def measured(pending: list[Case], ranks: int, folder: Path) -> dict[Case, str]:
-    """Run cases in a group of ranks until one breaks the group; return what came of each, or of those before that
-    one and its failure.
-    """
+    """Run cases in a group until one breaks it; return their results, and that one's failure."""
     failure = ""
     try:
         launch(

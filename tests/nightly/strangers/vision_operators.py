@@ -1,9 +1,4 @@
-"""torchvision where its compiled operators cannot be loaded: built for CUDA, beside a torch that was built for the CPU.
-
-PyPI has torchvision for Linux on x86 with CUDA alone. Its Python part declares fake kernels of two operators without
-asking whether they exist, and then nothing that imports torchvision works: timm, open_clip, and transformers, which
-imports it wherever it is installed.
-"""
+"""torchvision built for CUDA beside a torch for the CPU: without its operators nothing that imports it works."""
 
 from __future__ import annotations
 
@@ -28,9 +23,7 @@ def loadable() -> bool:
 
 @cache
 def declared() -> torch.library.Library | None:
-    """Declare the two operators without kernels where they cannot be loaded; no model here uses them. They last as
-    long as the result.
-    """
+    """Declare the two operators without kernels where they cannot be loaded, as long as the result lives."""
     if loadable():
         return None
     library = torch.library.Library("torchvision", "DEF")

@@ -1,6 +1,4 @@
-"""Batch norm under data parallelism equals one process on the concatenated batch: loss, gradients, weights and
-running statistics.
-"""
+"""Batch norm under data parallelism equals one process: loss, gradients, weights, running statistics."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A convolution with batch norm that nothing splits, and blocks with batch norm beside projections that are
-    split.
-    """
+    """A convolution with batch norm that nothing splits, and blocks with batch norm beside split projections."""
 
     def __init__(self, plane=nn.BatchNorm2d, vector=nn.BatchNorm1d, **options):
         super().__init__()

@@ -35,9 +35,7 @@ from tests.support.tiers import daily
 
 WORLD = HybridShard(optimizer="world")
 ODD = functools.partial(transformer, vocab_size=99, dim=36, heads=6, kv_heads=2, hidden=50, qk_norm=True, tied=True)
-"""Weights of 99, 50, 36, 12 and 6 rows: over 4 or 8 ranks slices differ in size, and those of norms of 6 are empty
-on some ranks.
-"""
+"""Rows of 99, 50, 36, 12 and 6: over 4 or 8 ranks slices differ in size, and some are empty."""
 SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
 
 
@@ -333,9 +331,7 @@ def real_bytes(passes, expected):
 
 @pytest.mark.long
 def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
-    """In nodes of two ranks, 16 bytes a parameter over 2 shards do not fit, and over all 8 ranks with shards in
-    bfloat16 they do.
-    """
+    """In nodes of two ranks only all 8 fit."""
     with torch.device("meta"):
         model = transformer(dim=256, hidden=1024, layers=8)
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -1,6 +1,4 @@
-"""Blocks that every rank calls and whose outputs some ranks drop (LayerDrop): their gradients count as zero there, in the
-place in which the other ranks reduce them.
-"""
+"""Blocks whose outputs some ranks drop (LayerDrop): their gradients count as zero there, in order."""
 
 from __future__ import annotations
 

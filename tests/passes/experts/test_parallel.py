@@ -47,9 +47,7 @@ def own_mixture():
 
 
 def on_two_experts():
-    """Every token of every rank chooses experts 5 and 4, in the order of its weights: six experts and three of four
-    ranks get none.
-    """
+    """Every token chooses experts 5 and 4: six experts and three of four ranks get none."""
     model = mixture()
     for layer in model.model.layers:
         gate = layer.mlp.gate
@@ -129,9 +127,7 @@ def test_divided_experts_are_exact_without_guards(place):
 
 
 def divided(ranks, place, guards="always"):
-    """Uneven counts of tokens, two micro-batches and clipping. Many ranks train our own mixture, for each would
-    import transformers.
-    """
+    """Uneven counts of tokens, two micro-batches and clipping, on our own mixture."""
     build = mixture if ranks < 8 else own_mixture
     mesh, passes = MESHES[ranks][place]
     parts = ranks // 2 ** sum(axis in mesh for axis in ("cp=", "tp="))  # a batch for each data rank

@@ -150,9 +150,7 @@ def built(name, seed, rate=1e-2):
 
 
 def digests(par, optimizer):
-    """Return the digest of each parameter of this rank and of its moments, and the options with which it is trained, by
-    the parameter's name.
-    """
+    """Return digests of each of this rank's parameters and moments, and its options, by name."""
     options = {
         parameter: {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups

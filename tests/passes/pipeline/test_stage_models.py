@@ -57,10 +57,7 @@ class Encoder(nn.Module):
 
 
 class ViT(nn.Module):
-    """As timm and torchvision write it: the class token and the positions are the outermost module's.
-
-    ``scales`` are of each block and between them, ``bias`` is added before and behind them.
-    """
+    """As timm writes it: class token and positions are outermost; ``scales`` and ``bias`` are between blocks."""
 
     def __init__(self, pool="token", layers=4):
         super().__init__()
@@ -206,11 +203,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Blocks of several resolutions and widths, convolutions between them, and skips over all of them.
-
-    Args:
-        names: of the arguments of a block: called by keyword.
-    """
+    """Blocks of several resolutions, convolutions between, skips over all; ``names``: called by keyword."""
 
     def __init__(self, carries=("time", "conv_in", "downs.*"), names=False):
         super().__init__()
@@ -247,9 +240,7 @@ class UNet(nn.Module):
 
 
 class Flat(nn.Module):
-    """A UNet of repeated residual blocks of one resolution, whose second half gets the results of the first, and a norm
-    that runs before, between and behind the blocks.
-    """
+    """A UNet of one resolution whose second half gets the first's results, and a norm in three places."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,4 @@
-"""ContextParallel: a part of every sequence on each rank, documents that do not see each other, and the numbers of
-one process.
-"""
+"""ContextParallel: a part of every sequence on each rank, with the numbers of one process."""
 
 from __future__ import annotations
 
@@ -413,9 +411,7 @@ OWN = {
         },
     ),
 }
-"""Models of transformers that attend past its interface, with places or with a bias, or mix positions beside
-attention too.
-"""
+"""Models of transformers that attend past its interface, or mix positions beside attention."""
 
 
 def own(name):
