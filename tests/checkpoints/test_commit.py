@@ -195,9 +195,8 @@ def test_a_damaged_manifest_is_passed_over_when_the_best_is_sought(tmp_path, cap
     manifest.write_text("{")
     manager.save(3, linear(), metrics={"loss": 3.0})
     assert manager.best() == 2 and manager.steps() == [1, 2, 3], "what cannot be compared may be the best, and stays"
-    assert (
-        "step 1 is left out of the comparison by loss: " in caplog.text and "meshpar.json cannot be read" in caplog.text
-    )
+    assert "step 1 is left out of the comparison by loss: " in caplog.text
+    assert "meshpar.json cannot be read" in caplog.text
     manifest.write_text(text)
     manager.save(4, linear(), metrics={"loss": 3.0})
     assert manager.steps() == [1, 4]
@@ -259,9 +258,8 @@ def test_a_step_whose_replacement_died_comes_back(tmp_path):
     (tmp_path / "step-00000009").mkdir()
     assert manager.latest() == 1 and len(manager.ignored()) == 2
     restored = linear(3)
-    assert manager.restore(restored, verify="full").step == 1 and torch.equal(
-        restored.module.weight, linear(1).module.weight
-    )
+    assert manager.restore(restored, verify="full").step == 1
+    assert torch.equal(restored.module.weight, linear(1).module.weight)
     for path in (tmp_path, tmp_path / "step-00000001"):
         assert verify_step(path).startswith(str(tmp_path / "step-00000001.old-elsewhere-1-abcdef01"))
     assert "(in step-00000001.old-elsewhere-1-abcdef01: its replacement is running or did not finish)" in list_steps(

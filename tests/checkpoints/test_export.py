@@ -188,9 +188,8 @@ def test_the_folder_one_stands_in_is_replaced_and_a_link_is_followed(runs, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "model.safetensors").is_file()
     (tmp_path / "link").symlink_to("hf")
     export_safetensors(runs / "qwen3", tmp_path / "link", overwrite=True)
-    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "hf" / "config.json").read_text())[
-        "model_type"
-    ] == "qwen3"
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "qwen3"
     with pytest.raises(CheckpointError, match=r"an export cannot replace .*; choose a folder inside it"):
         export_safetensors(runs / "llama", "/", overwrite=True)
 
@@ -281,9 +280,8 @@ def test_what_a_killed_export_left_is_removed_or_comes_back(runs, tmp_path):
     )
     left(tmp_path, "old")
     export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"hf", elsewhere.name, file.name} and not (
-        tmp_path / "hf" / "mine"
-    ).exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", elsewhere.name, file.name}
+    assert not (tmp_path / "hf" / "mine").exists()
 
 
 def test_what_stood_there_stays_where_the_export_cannot_take_its_place(runs, tmp_path, monkeypatch):
@@ -411,10 +409,8 @@ def test_tensors_may_lie_in_any_order_and_be_empty(tmp_path):
     values = {name: torch.empty(1) for name in "ab"}
     for name, value in values.items():
         found.read(name, (), value)
-    assert {name: float(value) for name, value in values.items()} == {"a": 2.0, "b": 1.0} and found.shapes()["c"] == (
-        0,
-        2,
-    )
+    assert {name: float(value) for name, value in values.items()} == {"a": 2.0, "b": 1.0}
+    assert found.shapes()["c"] == (0, 2)
 
 
 def test_missing_files_and_names_are_named(tmp_path):
@@ -554,10 +550,8 @@ def test_a_run_is_exported_where_the_weights_it_started_from_are_not(runs, tmp_p
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
     (run / "recipe.yaml").write_text(json.dumps({**recipe, "lora": {"rank": 2}}))
     done = export_command(run, tmp_path / "merged")
-    assert (
-        done.exit_code == 1
-        and "holds adapters of the weights in gone, and that folder does not exist here; an export" in done.stderr
-    )
+    assert done.exit_code == 1
+    assert "holds adapters of the weights in gone, and that folder does not exist here; an export" in done.stderr
 
 
 def test_a_checked_export_names_the_damage_that_sizes_do_not_show(runs, tmp_path):

@@ -113,13 +113,9 @@ def test_what_does_not_generate_is_named(runs: Path, tmp_path: Path) -> None:
     }
     transformers.BertForSequenceClassification(transformers.BertConfig(**sizes)).save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["generate", str(tmp_path), "x"])
-    assert (
-        done.exit_code == 1
-        and "has no tokenizer; a run on token ids has none: export it with --config DIR" in done.stderr
-    )
+    assert done.exit_code == 1
+    assert "has no tokenizer; a run on token ids has none: export it with --config DIR" in done.stderr
     transformers.AutoTokenizer.from_pretrained(runs / "base").save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["generate", str(tmp_path), "x"])
-    assert (
-        done.exit_code == 1
-        and "is not a language model, which generates text: it has no cls.predictions" in done.stderr
-    )
+    assert done.exit_code == 1
+    assert "is not a language model, which generates text: it has no cls.predictions" in done.stderr

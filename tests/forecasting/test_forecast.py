@@ -281,9 +281,8 @@ def test_overlapped_communication_costs_nothing_and_exposed_its_time():
     hidden = seconds(gather, work, Event(kind="wait", name="wait", target=0))
     exposed = seconds(gather, Event(kind="wait", name="wait", target=0), work)
     assert hidden.seconds == pytest.approx(alone, rel=1e-3) and sum(hidden.exposed.values()) == 0.0
-    assert exposed.seconds == pytest.approx(alone + took, rel=1e-3) and exposed.exposed["dp_shard"] == pytest.approx(
-        took, rel=1e-2
-    )
+    assert exposed.seconds == pytest.approx(alone + took, rel=1e-3)
+    assert exposed.exposed["dp_shard"] == pytest.approx(took, rel=1e-2)
 
 
 def stages_of(micro_batches, mute=False):
@@ -440,9 +439,8 @@ def found(name):
 
 def test_float32_is_the_first_lever():
     name, lint = next(iter(found(("gpt2", 3)).items()))
-    assert name == "float32" and lint.text.startswith(
-        "100% of the operations are in float32, which h100 computes at 1/"
-    )
+    assert name == "float32"
+    assert lint.text.startswith("100% of the operations are in float32, which h100 computes at 1/")
     assert lint.seconds == max(other.seconds for other in found(("gpt2", 3)).values()) > 0
     assert "float32" not in found(("recomputed", 3))
 

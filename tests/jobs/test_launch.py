@@ -465,10 +465,8 @@ def test_a_script_is_run_here_before_its_job_is_rendered(folder: Path) -> None:
         "import sys; sys.exit(0 if sys.argv[1:] == ['--lr', '3', '--dry-run', 'a b'] else 3)"
     )
     output = launch_script()
-    assert (
-        output.startswith("train: 4 ranks on 2 x 2\n")
-        and "note: the script is not checked here; --check ARGUMENTS" in output
-    )
+    assert output.startswith("train: 4 ranks on 2 x 2\n")
+    assert "note: the script is not checked here; --check ARGUMENTS" in output
     assert "not checked" not in launch_script(check="--dry-run 'a b'")
     launches = len(list(Path("runs/train/launches").iterdir()))
     with pytest.raises(
@@ -546,10 +544,8 @@ def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> N
     Path("patch.yaml").write_text(f"{patch}---\nkind: Service\nmetadata: {{labels: {{team: me}}}}\n")
     documents = checked(render("kubernetes", "patch=patch.yaml") / "job.yaml")
     plain = list(yaml.safe_load_all((render("kubernetes") / "job.yaml").read_text()))[2]
-    assert (
-        documents["Service"]["metadata"]["labels"] == {"team": "me"}
-        and documents["Job"]["spec"]["ttlSecondsAfterFinished"] == 86400
-    )
+    assert documents["Service"]["metadata"]["labels"] == {"team": "me"}
+    assert documents["Job"]["spec"]["ttlSecondsAfterFinished"] == 86400
     pod, before = documents["Job"]["spec"]["template"]["spec"], plain["spec"]["template"]["spec"]
     (train,), (as_before,) = pod["containers"], before["containers"]
     assert {
@@ -559,10 +555,8 @@ def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> N
         "imagePullSecrets",
         "serviceAccountName",
     } <= pod.keys() - before.keys()
-    assert (
-        train["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-        and "rdma/hca" in train["resources"]["limits"]
-    )
+    assert train["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert "rdma/hca" in train["resources"]["limits"]
     assert train["command"] == [word.replace("002", "001") for word in as_before["command"]] and train["envFrom"]
     assert [variable["name"] for variable in train["env"]] == ["MESHPAR_JOB_ID", "NCCL_DEBUG"]
     messages = {
@@ -815,11 +809,9 @@ def test_a_preflight_of_another_name_is_refused_before_anything_is_rendered(fold
 
 def test_the_launch_advises_its_own_options(folder: Path) -> None:
     output = CliRunner().invoke(app, ["launch", "slurm", "--help"]).output
-    assert (
-        "Options of slurm, as -o KEY=VALUE:" in output
-        and "signal_s: seconds before" in output
-        and "Options of skypilot" not in output
-    )
+    assert "Options of slurm, as -o KEY=VALUE:" in output
+    assert "signal_s: seconds before" in output
+    assert "Options of skypilot" not in output
 
 
 @pytest.mark.parametrize("container", ["pyxis", "apptainer"])
@@ -1001,11 +993,9 @@ def test_jobs_of_kubernetes_by_the_real_kubectl(
         running["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
         assert states("runs")[0] == "my-job-001 Failed"
         output = CliRunner().invoke(app, ["jobs", "status", str(first)]).output
-        assert (
-            "runs/kubernetes/launches/001: kubernetes my-job-001, Failed" in output
-            and "p0" in output
-            and "p1" in output
-        )
+        assert "runs/kubernetes/launches/001: kubernetes my-job-001, Failed" in output
+        assert "p0" in output
+        assert "p1" in output
         with pytest.raises(SystemExit) as left:
             app(["jobs", "logs", str(first)])
         printed = capfd.readouterr().out.splitlines()
@@ -1013,10 +1003,8 @@ def test_jobs_of_kubernetes_by_the_real_kubectl(
         assert CliRunner().invoke(app, ["jobs", "cancel", str(second)]).exit_code == 1, "it was never submitted"
         assert ApiServer.deleted == []
         assert CliRunner().invoke(app, ["jobs", "cancel", str(first)]).exit_code == 0
-        assert (
-            f"apis/{plural}/my-job-001" in ApiServer.deleted
-            and "api/v1/namespaces/team/configmaps/my-job-001-recipe" in ApiServer.deleted
-        )
+        assert f"apis/{plural}/my-job-001" in ApiServer.deleted
+        assert "api/v1/namespaces/team/configmaps/my-job-001-recipe" in ApiServer.deleted
         server.shutdown()
     output = CliRunner().invoke(app, ["jobs", "status", str(first)])
     assert output.exit_code == 1 and "refused" in output.output

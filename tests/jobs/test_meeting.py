@@ -97,10 +97,8 @@ def test_all_hear_of_a_lost_node_and_go_on_when_it_is_back(
         gone._server.close()
     replica.until(lambda: all(member.lost == lost for member in replica.meetings))
     assert replica.gather(*replica.meetings, wait_s=0.2) == [None, None]
-    assert (
-        f"{replica.meetings[0].names(lost)} at" in capfd.readouterr().err
-        and replica.meetings[0].names(lost) == f"node {3 + lost} of replica 1"
-    )
+    assert f"{replica.meetings[0].names(lost)} at" in capfd.readouterr().err
+    assert replica.meetings[0].names(lost) == f"node {3 + lost} of replica 1"
     replica.meetings.insert(lost, replica.node(lost))
     found = replica.gather()
     assert found[0] is not None and found == [found[0]] * 3

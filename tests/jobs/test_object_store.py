@@ -169,10 +169,8 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
         tmp_path, *urls, "training.steps=8"
     )
     local = tmp_path / "runs" / Path(run.replace("://", "/"))
-    assert (
-        losses(local / "metrics.jsonl") == losses(tmp_path / "disk" / "metrics.jsonl")
-        and len(losses(local / "metrics.jsonl")) == 8
-    )
+    assert losses(local / "metrics.jsonl") == losses(tmp_path / "disk" / "metrics.jsonl")
+    assert len(losses(local / "metrics.jsonl")) == 8
     assert (local / "metrics.jsonl").read_bytes() == place(f"{run}/metrics.jsonl").read_small(), (
         "nothing is on this machine alone"
     )
@@ -504,11 +502,9 @@ def test_damage_in_a_store_is_found_named_and_passed_over(bucket, damage):
         verify_step(newer)
     job = Job(Filled(0.0))
     restored = manager.restore(job, fallback=True)
-    assert (
-        restored.step == 1
-        and named in restored.passed_over[0]
-        and all((parameter == 1.0).all() for parameter in job.module.parameters())
-    )
+    assert restored.step == 1
+    assert named in restored.passed_over[0]
+    assert all((parameter == 1.0).all() for parameter in job.module.parameters())
     manager.save(2, Job(Filled(2.0)), replace=True)
     assert value_of(newer) == 2.0
     if (
@@ -644,10 +640,8 @@ def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_chang
     folder = fetched(data / "folder", tmp_path)
     assert {str(path.relative_to(folder)) for path in folder.rglob("*.txt")} == {"a.txt", "deep/b.txt"}
     (data / "tokens.bin").write_durably(b"others")
-    assert (
-        fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others"
-        and tokens.read_text() == "tokens.bin"
-    )
+    assert fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others"
+    assert tokens.read_text() == "tokens.bin"
     assert (fetched(place(bucket), tmp_path) / "data" / "folder" / "a.txt").read_text() == "folder/a.txt", (
         "a bucket alone"
     )

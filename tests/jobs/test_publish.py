@@ -139,11 +139,9 @@ def test_a_push_uploads_every_byte_and_a_card_that_says_where_it_comes_from(run,
     done = export(run, tmp_path / "hf", "--best", "val/loss", "--push", "me/tiny")
     assert done.exit_code == 0, done.output
     assert f"pushed to {hub.url}/me/tiny/commit/1234" in done.stdout and "secret-of-a-test" not in done.output
-    assert (
-        hub.created["name"] == "tiny"
-        and hub.created["organization"] == "me"
-        and "private" in (hub.created.get("visibility"), *hub.created)
-    )
+    assert hub.created["name"] == "tiny"
+    assert hub.created["organization"] == "me"
+    assert "private" in (hub.created.get("visibility"), *hub.created)
     assert {key for _, key in hub.seen} == {"Bearer secret-of-a-test"}
     arrived = {
         entry["value"]["path"]: base64.b64decode(entry["value"]["content"])
@@ -163,22 +161,18 @@ def test_a_push_uploads_every_byte_and_a_card_that_says_where_it_comes_from(run,
         "| Position: data.samples | 32 |",
     ):
         assert text in card, text
-    assert (
-        "name: tiny" in card
-        and f"| Version of torch | {torch.__version__} |" in card
-        and "| Mesh | dp_shard=1 (1 ranks, cpu) |" in card
-    )
+    assert "name: tiny" in card
+    assert f"| Version of torch | {torch.__version__} |" in card
+    assert "| Mesh | dp_shard=1 (1 ranks, cpu) |" in card
     assert hashlib.sha256(arrived["model.safetensors"]).hexdigest() in card
 
 
 def test_a_push_that_is_refused_keeps_the_export_and_says_why(run, tmp_path, hub):
     hub.refuses = "/commit/main"
     done = export(run, tmp_path / "hf", "--push", "me/tiny")
-    assert (
-        done.exit_code == 1
-        and "storage quota exceeded" in done.stderr
-        and "the export is complete: push it again" in done.stderr
-    )
+    assert done.exit_code == 1
+    assert "storage quota exceeded" in done.stderr
+    assert "the export is complete: push it again" in done.stderr
     assert hub.commit is None and Safetensors(tmp_path / "hf").shapes() and "secret-of-a-test" not in done.output
     hub.refuses, hf = "", pytest.importorskip("huggingface_hub.cli.hf")
     hf.app(["upload", "me/tiny", str(tmp_path / "hf")], standalone_mode=False)

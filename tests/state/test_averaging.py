@@ -205,9 +205,8 @@ def test_buffers_as_in_torchs_averaged_model(buffers):
         averaged.update()
         want.update_parameters(model)
     with averaged.swapped():
-        assert torch.equal(par.module.scale, want.module.scale) and torch.equal(
-            par.module.scale, torch.full((4,), 2.75 if buffers else 4.0)
-        )
+        assert torch.equal(par.module.scale, want.module.scale)
+        assert torch.equal(par.module.scale, torch.full((4,), 2.75 if buffers else 4.0))
         assert int(par.module.count) == 3, "an integer keeps its present value"
     assert torch.equal(par.module.scale, model.scale) and int(par.module.count) == 3
 
@@ -319,9 +318,8 @@ def test_a_state_that_does_not_fit_is_refused_whole():
     ]
     close(values(averaged.state_dict()["averages"].items()), before, 0.0)
     averaged.load_state_dict({"averages": wholes, "updates": torch.tensor(7)})
-    assert averaged.updates == 7 and not any(
-        value.any() for value in values(averaged.state_dict()["averages"].items()).values()
-    )
+    assert averaged.updates == 7
+    assert not any(value.any() for value in values(averaged.state_dict()["averages"].items()).values())
     averaged.load_state_dict(others)  # of another mesh
     close(values(averaged.state_dict()["averages"].items()), before, 0.0)
 

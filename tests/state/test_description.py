@@ -26,11 +26,9 @@ def test_a_70b_shape_on_512_ranks_is_right_to_the_byte():
     matrices = layers * (2 * dim * dim + 2 * dim * kv + 3 * dim * hidden) + 2 * vocab * dim
     assert got.parameters == norms + matrices == 70_553_706_496
     assert got.parameter_bytes == 4 * (norms // 8 + matrices // 64)
-    assert (
-        got.gradient_bytes == got.parameter_bytes
-        and got.optimizer_bytes == 2 * got.parameter_bytes
-        and got.buffer_bytes == 0
-    )
+    assert got.gradient_bytes == got.parameter_bytes
+    assert got.optimizer_bytes == 2 * got.parameter_bytes
+    assert got.buffer_bytes == 0
     text = str(got)
     assert "layers.0..79 (x80)" in text and "dp_replicate:copy dp_shard:dim 0 tp:dim 1" in text
     assert "attn.q.weight     8192 x 8192" in text and "4,194,304 each" in text

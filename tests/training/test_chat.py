@@ -354,9 +354,8 @@ def test_fields_that_no_template_reads_are_named_once(tmp_path):
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     source = ChatSource(inputs=(str(tmp_path / "a.parquet"),), template=ChatTemplate(text=CHATML))
-    assert len(list(source.conversations())) == 3 and "not trained on: empty, id, name, source, time" in next(
-        source.reading.notes()
-    )
+    assert len(list(source.conversations())) == 3
+    assert "not trained on: empty, id, name, source, time" in next(source.reading.notes())
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,8 @@ def test_documents_are_counted_in_the_ids(tmp_path):
     counted = PackedTokens(replace(file, documents=1), 64)
     assert counted.separates and "position_ids" in counted.__getitems__([0]), "a .json of someone else may count files"
     other = PackedTokens(replace(file, eos_id=ord("o")), 64)
-    assert other.fingerprint != counted.fingerprint and other.fingerprint_of("joined") == counted.fingerprint_of(
-        "joined"
-    )
+    assert other.fingerprint != counted.fingerprint
+    assert other.fingerprint_of("joined") == counted.fingerprint_of("joined")
     (tmp_path / "a.txt").write_text("one story")
     assert not PackedTokens(
         prepare_tokens(TextSource(inputs=(str(tmp_path / "a.txt"),)), byte_tokenizer(), tmp_path).train, 64

@@ -163,11 +163,9 @@ def test_the_balance_loss_is_switch_s_and_the_bias_deepseek_s():
         load.step(moved=False)
         par.module.eval()(torch.randint(VOCAB, (3, 7)))
         reported = load.take()
-        assert (
-            torch.equal(mixture.bias, before)
-            and reported["experts/dropped"] == 0.0
-            and 0.9 < reported["experts/entropy"] <= 1.0
-        )
+        assert torch.equal(mixture.bias, before)
+        assert reported["experts/dropped"] == 0.0
+        assert 0.9 < reported["experts/entropy"] <= 1.0
         assert (
             float(reported["experts/most"]) <= 21.0
         )  # a token chooses an expert once, and the evaluation is not counted

@@ -259,12 +259,10 @@ def test_the_loop_equals_one_written_by_hand(group: None, tmp_path: Path) -> Non
     for name, value in weights(hand).items():
         torch.testing.assert_close(weights(par)[name], value, rtol=1e-4, atol=1e-6)
     last = records.records[-1]
-    assert (
-        last["tokens"] == tokens_seen
-        and last["lr"] == schedule.rate(5)
-        and last["tokens_per_second"] > 0
-        and last["memory_gib"] > 0
-    )
+    assert last["tokens"] == tokens_seen
+    assert last["lr"] == schedule.rate(5)
+    assert last["tokens_per_second"] > 0
+    assert last["memory_gib"] > 0
 
 
 def test_the_loss_falls_and_is_validated(group: None, tmp_path: Path) -> None:
@@ -382,18 +380,14 @@ def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(
     assert whole.step == 22 and list(rates.values()) == [schedule.over(22).rate(step) for step in range(22)]
     for step, micro in ((4, 4), (12, 4), (4, 1), (12, 1), (8, 3)):
         again, later, more = train(steps[step], micro=micro)
-        assert (
-            all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys())
-            and len(later.keys() & rates.keys()) > 1
-        )
+        assert all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys())
+        assert len(later.keys() & rates.keys()) > 1
         assert list(later.values()) == [whole.course.planned.rate(at // 42 * 11 + at % 42 / 4) for at in later]
         assert again.course.planned == whole.course.planned
     # and once more, with the first batch again
     last, later, _ = train(more[12], micro=2)
-    assert (
-        all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys())
-        and last.course.planned == whole.course.planned
-    )
+    assert all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys())
+    assert last.course.planned == whole.course.planned
     # as it was saved before a state told its batch
     model, optimizer, extra = steps[8]
     _, later, _ = train((model, optimizer, {name: value for name, value in extra.items() if name != "batch"}))
@@ -726,11 +720,8 @@ def test_an_overflow_on_the_shards_of_one_rank_is_skipped_by_all() -> None:
         )
         run.run()
         handle.remove()
-        assert [record["step"] for record in records.records] == [1, 2, 4] and (
-            run._work.skips.count,
-            scaler.skipped,
-            scaler.scale,
-        ) == (1, 1, 2.0**9)
+        assert [record["step"] for record in records.records] == [1, 2, 4]
+        assert (run._work.skips.count, scaler.skipped, scaler.scale) == (1, 1, 2.0**9)
         assert all(torch.equal(seen[2][name], seen[3][name]) for name in shards)  # no shard of any rank moved
         assert not all(torch.equal(seen[1][name], seen[2][name]) for name in shards)
         assert all(bool(shard.isfinite().all()) for shard in shards.values())

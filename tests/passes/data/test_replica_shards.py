@@ -266,9 +266,9 @@ def test_slices_of_all_units_travel_from_the_start_of_a_forward_in_a_group_of_th
     par = sharded()
     shards, begun = par.run.find(ReplicaShards), []
     ((axis, group),) = shards.groups
-    assert (
-        axis == "dp_replicate" and (axis, group) in list(par.groups()) and group is not dict(par.groups())["dp_shard"]
-    )
+    assert axis == "dp_replicate"
+    assert (axis, group) in list(par.groups())
+    assert group is not dict(par.groups())["dp_shard"]
     par.module.layers[0].register_forward_pre_hook(
         lambda *_: begun.append([gather.fresh for gather in shards._gathers])
     )
