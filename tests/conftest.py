@@ -18,6 +18,7 @@ import torch
 import typer.main
 import typer.testing
 
+import meshpar
 from meshpar.testing import PRELOAD, ranks
 from tests.support.patience import patient
 from tests.support.stores import Store, missing, served
@@ -136,6 +137,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 STORE = os.environ.get("MESHPAR_STORE", "s3")
 """The scheme for tests that choose none: ``MESHPAR_STORE=az`` is Azurite, ``gs`` fake-gcs-server."""
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of this process alone."""
+    with meshpar.distributed("cpu"):
+        yield
 
 
 @pytest.fixture(scope="session")

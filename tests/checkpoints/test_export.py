@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 
 import meshpar
 from meshpar.checkpoints import (
@@ -75,13 +74,6 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     save_all(str(root))
     return root
-
-
-@pytest.fixture
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", MODELS)

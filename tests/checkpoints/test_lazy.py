@@ -111,13 +111,6 @@ class Job:
         self.mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
 
 
-@pytest.fixture
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("message", ODD)
 def test_what_is_no_array_is_refused_by_name(tmp_path, one_process, message):
     job = Job(ODD[message]())

@@ -7,7 +7,6 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -176,14 +175,6 @@ def test_weights_come_from_any_distributed_checkpoint(tmp_path):
         .materialize(weights=DistributedCheckpoint(tmp_path))
     )
     assert_same({name: full(tensor) for name, tensor in par.module.state_dict().items()}, stranger.state_dict())
-
-
-@pytest.fixture
-def one_process(tmp_path):
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def parallelized(mesh: str, passes: list, seed: int) -> tuple[meshpar.Parallelized, torch.optim.Optimizer]:

@@ -31,19 +31,12 @@ from meshpar import (
 from meshpar.checkpoints.export.quantizing import fitting
 from meshpar.core import registry, runtime
 from meshpar.core.passes import find_blocks
-from meshpar.models import Transformer, TransformerConfig
-
-
-def model(**options):
-    sizes = dict(vocab_size=96, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64)
-    with torch.device("meta"):
-        return Transformer(TransformerConfig(**sizes | options))
+from tests.support import plans
+from tests.support.plans import TwoLayers, transformer
 
 
 def problems(mesh, passes, module=None, layout=None, world_size=8):
-    with pytest.raises(PlanError) as caught:
-        Plan(mesh, passes).check(module if module is not None else model(), layout, world_size)
-    return caught.value.problems
+    return plans.problems(mesh, passes, module, layout, ranks=world_size)
 
 
 def only(*args, **kwargs):
@@ -111,21 +104,9 @@ def test_a_layout_that_meshpar_finds_names_what_is_called_and_passes_its_own_pla
     assert len(set(named)) == len(named)
 
 
-class TwoLayers(nn.Module):
-    def __init__(self, width=8, tied=False, dtype=torch.float32):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
-        self.head = nn.Linear(width, width, bias=False, dtype=dtype)
-        if tied:
-            self.head.weight = self.layers[0].weight
-
-    def forward(self, x):
-        return self.head(self.layers[1](self.layers[0](x)))
-
-
 def test_a_right_plan_passes_and_resolves():
     plan = Plan("dp_replicate=2,dp_shard=-1,tp=2", [TensorParallel(), ActivationCheckpoint(), Compile(), HybridShard()])
-    assert dict(plan.check(model(), world_size=8).axes) == {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    assert dict(plan.check(transformer(), world_size=8).axes) == {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 
 
 def test_passes_out_of_order():
@@ -150,7 +131,7 @@ def test_a_modules_name_stands_for_all_that_is_in_it():
         assert not covers(pattern, inside), pattern
     assert matches("layers.**.up", "layers.0.mlp.up") and not matches("layers.**", "layers")
 
-    module = model()
+    module = transformer()
     layout = registry.layout_for(module)
     everything = {name for name, _ in module.named_parameters() if name.startswith("layers.")}
     for pattern in ("layers", "layers.*", "layers.**"):
@@ -165,12 +146,12 @@ def test_an_override_that_matches_nothing():
 
 def test_an_unknown_style():
     assert "no tensor-parallel style 'columnwise'; there are colwise" in only(
-        "tp=8", [TensorParallel(styles={"head": "columnwise"})], model(heads=8, kv_heads=8)
+        "tp=8", [TensorParallel(styles={"head": "columnwise"})], transformer(heads=8, kv_heads=8)
     )
 
 
 def test_a_large_parameter_that_nothing_splits():
-    module = model(vocab_size=1 << 20)
+    module = transformer(vocab_size=1 << 20)
     text = only("tp=2", [TensorParallel(styles={"embed": None})], module, world_size=2)
     assert "embed.weight (1048576 x 32, 128 MiB) is split by no pass" in text
     module.embed.requires_grad_(False)
@@ -179,7 +160,7 @@ def test_a_large_parameter_that_nothing_splits():
 
 
 def test_an_override_replaces_what_the_table_says_of_its_modules():
-    module = model()
+    module = transformer()
     left = TensorParallel(
         styles={f"layers.0.mlp.{part}": None for part in ("gate", "up", "down")} | {"layers.0.mlp": None}
     )
@@ -228,7 +209,7 @@ def test_a_data_axis_of_one_rank_holds_parameters_over_positions_too():
 
 def test_describe_takes_the_ranks_of_the_mesh():
     with torch.device("meta"):
-        assert Plan("dp_shard=2", [FullyShard()]).describe(model()).title.endswith("dp_shard=2 [FullyShard]")
+        assert Plan("dp_shard=2", [FullyShard()]).describe(transformer()).title.endswith("dp_shard=2 [FullyShard]")
 
 
 def test_heads_that_the_axis_does_not_divide():
@@ -240,7 +221,7 @@ def test_heads_that_the_axis_does_not_divide():
 
 
 def test_splits_that_leave_ranks_with_nothing():
-    found = problems("tp=4", [TensorParallel()], model(kv_heads=4, hidden=5, vocab_size=9), world_size=4)
+    found = problems("tp=4", [TensorParallel()], transformer(kv_heads=4, hidden=5, vocab_size=9), world_size=4)
     assert found[0] == "embed has 9 rows, which tp=4 splits so that some ranks would hold none; use tp=3 or 9"
     assert {text.split()[0] for text in found} == {"embed", "head"} | {
         f"layers.0.mlp.{name}" for name in ("gate", "up", "down")
@@ -256,7 +237,7 @@ def test_mixed_dtypes_in_one_unit():
 
 
 def test_tied_parameters_of_which_one_is_split():
-    text = only("tp=2", [TensorParallel(styles={"head": None})], model(tied=True), world_size=2)
+    text = only("tp=2", [TensorParallel(styles={"head": None})], transformer(tied=True), world_size=2)
     assert "embed.weight is tied to head.weight, and only embed.weight is split over tp" in text
 
 
@@ -275,11 +256,11 @@ def test_every_problem_at_once_in_one_error():
     kinds = ["out of order", "reshard_after_forward=3", "prefetch depths", "matches no module", "q has 4 heads"]
     assert [any(kind in text for text in found) for kind in kinds] == [True] * len(kinds)
     with pytest.raises(PlanError, match=f"{len(found)} problems in this plan"):
-        Plan("dp_replicate=1,dp_shard=1,tp=8", passes).check(model(), world_size=8)
+        Plan("dp_replicate=1,dp_shard=1,tp=8", passes).check(transformer(), world_size=8)
 
 
 def test_check_is_the_same_on_every_rank_and_touches_nothing():
-    module = model()
+    module = transformer()
     before = {name: id(parameter) for name, parameter in module.named_parameters()}
     assert problems("tp=8", [TensorParallel()], module) == problems("tp=8", [TensorParallel()], module)
     assert {name: id(parameter) for name, parameter in module.named_parameters()} == before
@@ -325,11 +306,11 @@ def test_a_layout_method_of_the_wrong_kind():
 
 def test_an_axis_across_nodes_is_a_warning_with_its_cost(caplog):
     with runtime.simulated(8), caplog.at_level(logging.WARNING, logger="meshpar"):
-        Plan(MeshSpec("dp_shard=4,tp=2", ranks_per_node=1), [TensorParallel(), FullyShard()]).apply(model())
+        Plan(MeshSpec("dp_shard=4,tp=2", ranks_per_node=1), [TensorParallel(), FullyShard()]).apply(transformer())
     assert "axis 'tp' (size 2) spans nodes of 1 ranks" in caplog.text and "four times a step" in caplog.text
     caplog.clear()
     with runtime.simulated(8, as_rank=1):
-        Plan(MeshSpec("dp_shard=4,tp=2", ranks_per_node=1), [TensorParallel(), FullyShard()]).apply(model())
+        Plan(MeshSpec("dp_shard=4,tp=2", ranks_per_node=1), [TensorParallel(), FullyShard()]).apply(transformer())
     assert not caplog.records, "one rank warns for all"
 
 
@@ -343,7 +324,7 @@ class Renames(Pass):
 
 def test_a_pass_that_changes_names_is_caught():
     with runtime.simulated(2), pytest.raises(Exception, match=r"Renames changed the names of parameters.*extra"):
-        Plan("tp=2", [Renames()]).apply(model())
+        Plan("tp=2", [Renames()]).apply(transformer())
 
 
 def test_passes_and_plans_print_themselves():
@@ -355,8 +336,8 @@ def test_passes_and_plans_print_themselves():
 
 def test_auto_puts_replicas_across_the_launchers_nodes(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert str(Plan("auto", [HybridShard()]).check(model(), world_size=8)) == "dp_replicate=2,dp_shard=4"
+    assert str(Plan("auto", [HybridShard()]).check(transformer(), world_size=8)) == "dp_replicate=2,dp_shard=4"
     assert (
-        str(Plan("auto,tp=2", [TensorParallel(), HybridShard()]).check(model(), world_size=8))
+        str(Plan("auto,tp=2", [TensorParallel(), HybridShard()]).check(transformer(), world_size=8))
         == "dp_replicate=2,dp_shard=2,tp=2"
     )

@@ -43,7 +43,7 @@ from meshpar.forecasting.report import as_data, feedback, text, with_unit
 from meshpar.forecasting.simulate import Depths, Simulation, simulate
 from meshpar.forecasting.trace import Collective, Event, Phase
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
-from tests.support.models_for_parity import Masked
+from tests.support.models_for_parity import Masked, on_meta
 from tests.support.patience import until
 from tests.support.tiers import daily
 
@@ -53,13 +53,8 @@ BF16 = {"param_dtype": torch.bfloat16}
 COUNTS = {"llama-8b": 8_030_261_248, "llama-70b": 70_553_706_496, "llama-405b": 405_853_388_800}
 
 
-def meta(build):
-    with torch.device("meta"):
-        return build()
-
-
 def transformer(config):
-    return meta(lambda: Transformer(config))
+    return on_meta(lambda: Transformer(config))
 
 
 def job(config, mesh, passes, **batch):
@@ -106,7 +101,7 @@ def at_depths(name, depths):
 
 
 def of_gpt2(layers):
-    model = meta(lambda: GPT2(GPT2Config(n_layer=layers)))
+    model = on_meta(lambda: GPT2(GPT2Config(n_layer=layers)))
     return Simulation(plan=Plan("dp_shard=4", [FullyShard()]), model=model, batch=Batch(sequence=64), world_size=4)
 
 
@@ -121,7 +116,7 @@ def more_traces():
     )
     jobs["padded"] = job(replace(SMALL, layers=2), "dp_shard=48", [FullyShard(**BF16)])
     jobs["masked"] = Simulation(
-        plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2
+        plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=on_meta(Masked), batch=Batch(sequence=2048), world_size=2
     )
     if importlib.util.find_spec("torchao") is not None:
         jobs |= {

@@ -22,7 +22,7 @@ from meshpar.passes.recompute import _selective_contexts
 from meshpar.passes.tensor import collectives
 from meshpar.tensors.placements import local_tensor, whole_tensor
 from meshpar.testing import assert_parity, on_ranks, random_tokens, token_loss_sum, token_steps
-from tests.support.models_for_parity import VOCAB, gpt2, transformer
+from tests.support.models_for_parity import VOCAB, gpt2, on_meta, transformer
 
 SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
 
@@ -153,11 +153,6 @@ def test_accumulation_that_reduces_each_time():
         grads.append({name: local_tensor(p.grad) for name, p in par.module.named_parameters()})
     for name, once in grads[0].items():
         torch.testing.assert_close(grads[1][name], once, rtol=1e-5, atol=1e-5)
-
-
-def on_meta(build):
-    with torch.device("meta"):
-        return build()
 
 
 @on_ranks(2)

@@ -29,13 +29,8 @@ from meshpar.state.initialize import tied_names
 from meshpar.tensors.placements import held_by_this_rank, local_tensor
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
 from meshpar.training import LoRA, add_adapters
-from tests.support.models_for_parity import VOCAB, huggingface, transformer
+from tests.support.models_for_parity import VOCAB, huggingface, on_meta, transformer
 from tests.support.tiers import daily
-
-
-def on_meta(build):
-    with torch.device("meta"):
-        return build()
 
 
 def alone(build, seed=0):

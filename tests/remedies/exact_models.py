@@ -15,9 +15,9 @@ from meshpar import ContextParallel, FullyShard, ModelLayout, Plan, TensorParall
 from meshpar.guards.explain import Explanation
 from tests.passes.positions.test_parallel import Strange, Sums
 from tests.remedies.exact_loops import IDS, Methods, habit, of, trained
-from tests.remedies.plans import TwoLayers
 from tests.support.loop_sides import DIM, FEATURES, LAYOUT, Block, Net, batch, sgd
 from tests.support.models_for_parity import transformer
+from tests.support.plans import TwoLayers
 
 # Errors that are explained
 

@@ -31,8 +31,8 @@ from meshpar import (
 )
 from meshpar.core import registry, runtime
 from meshpar.core.passes import held_mesh
-from tests.remedies.plans import TwoLayers, problems, transformer
 from tests.remedies.rows import Row, Tested, alone
+from tests.support.plans import TwoLayers, problems, transformer
 
 
 @dataclass

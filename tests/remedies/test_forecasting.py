@@ -20,9 +20,9 @@ from meshpar.forecasting.lints import lints
 from meshpar.forecasting.search import search
 from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.forecasting.trace import Event, Phase
-from tests.remedies.plans import transformer
 from tests.remedies.rows import Row, Tested, alone
 from tests.support.models_for_parity import Masked, MaskedAttention
+from tests.support.plans import transformer
 
 H100 = replace(Hardware.load("h100"), memory=2e7)
 """A card on which what small models do matters."""

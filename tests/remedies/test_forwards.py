@@ -33,10 +33,10 @@ from meshpar.tensors.placements import local_tensor, whole_tensor
 from meshpar.testing import on_ranks
 from tests.passes.experts.test_parallel import OWN, Elsewhere, Own, OwnMixture, Paired, Residual, Scaled, dropped
 from tests.passes.test_traps import CROSS, CrossAttention
-from tests.remedies.plans import TwoLayers, problems
 from tests.remedies.rows import Row, Tested, TwoRanks, alone, run_together
 from tests.step.test_cycle import LAYOUT, Net, ids_of, x_of
 from tests.support.models_for_parity import huggingface, transformer
+from tests.support.plans import TwoLayers, problems
 
 IDS = torch.arange(8)[None]
 CP, TP, PP = "dp_shard=1,cp=2", "tp=2", "pp=2"

@@ -106,7 +106,7 @@ def sparse_gradient(sparse):
 
 
 def alone_with(*passes):
-    from tests.remedies.plans import transformer as small
+    from tests.support.plans import transformer as small
 
     return one_process(small, [], passes=passes).weights.keys() >= {"embed.weight"}
 

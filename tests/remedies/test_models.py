@@ -16,10 +16,10 @@ from meshpar.models.huggingface.styles import FullPositions
 from meshpar.passes.tensor.context import Context
 from meshpar.testing import on_ranks
 from meshpar.training.lora import LoRA, add_adapters
-from tests.remedies.plans import problems
 from tests.remedies.rows import Row, TwoRanks, alone, run_together
 from tests.remedies.test_forwards import exact
 from tests.support.models_for_parity import VOCAB, huggingface
+from tests.support.plans import problems
 
 CP, EP = [ContextParallel(), FullyShard()], [ExpertParallel(), FullyShard()]
 CP_MESH, EP_MESH, FSDP_MESH = "dp_shard=1,cp=2", "dp_shard=1,ep=2", "dp_shard=2"

@@ -44,8 +44,8 @@ from tests.passes.pipeline.test_stage_models import (
     ViT,
     Written,
 )
-from tests.remedies.plans import TwoLayers, problems, transformer, warned
 from tests.remedies.rows import Row, Tested, alone, heard_from, run_together
+from tests.support.plans import TwoLayers, problems, transformer, warned
 
 EP = [ExpertParallel(), FullyShard()]
 EP_MESH = "dp_shard=1,ep=2"

@@ -16,7 +16,7 @@ from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.testing import on_ranks
 from tests.passes.test_traps import Rotating, Weights
 from tests.remedies.rows import Row, Tested, alone, run_together
-from tests.support.models_for_parity import huggingface, transformer
+from tests.support.models_for_parity import huggingface, on_meta, transformer
 
 SHARDED = "dp_shard=2", [FullyShard()]
 SPLIT = "tp=2", [TensorParallel()]
@@ -37,11 +37,6 @@ def layer():
     module = nn.Linear(3, 2, bias=False)
     nn.init.ones_(module.weight)
     return module
-
-
-def on_meta(build):
-    with torch.device("meta"):
-        return build()
 
 
 def read(stored, **options):

@@ -34,8 +34,8 @@ from meshpar.training.template import TEMPLATES, ChatTemplate, chat_template
 from meshpar.training.text import Reading, TextSource, as_lines
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import TokenFile, prepare_tokenizer, prepare_tokens, write_tokens
-from tests.remedies.plans import transformer
 from tests.remedies.rows import Row, Tested, alone
+from tests.support.plans import transformer
 
 pytest.importorskip("transformers")
 

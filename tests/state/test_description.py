@@ -9,12 +9,7 @@ from meshpar import FullyShard, HybridShard, Plan, Replicate, TensorParallel
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
-from tests.support.models_for_parity import transformer
-
-
-def on_meta(build):
-    with torch.device("meta"):
-        return build()
+from tests.support.models_for_parity import on_meta, transformer
 
 
 def test_a_70b_shape_on_512_ranks_is_right_to_the_byte():

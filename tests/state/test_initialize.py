@@ -20,10 +20,7 @@ from tests.support.models_for_parity import Given
 QWEN3 = TransformerConfig(vocab_size=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, qk_norm=True, tied=False)
 
 
-@pytest.fixture(autouse=True)
-def one_process():
-    with meshpar.distributed("cpu"):
-        yield
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def parallel(make, layout: ModelLayout | None = None) -> Parallelized:

@@ -12,6 +12,11 @@ from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 VOCAB = 96
 
 
+def on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
 def transformer(**options):
     return Transformer(
         TransformerConfig(

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import meshpar
 from meshpar import FullyShard, MeshparError, Parallelized, PipelineParallel, Plan, RecipeError, TensorParallel
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.passes.tensor.random import mix
@@ -122,12 +121,6 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    with meshpar.distributed("cpu"):
-        yield
-
-
 # schedules
 
 
@@ -183,7 +176,7 @@ def test_rates_scale_with_the_data_ranks() -> None:
 # optimizer
 
 
-def test_norms_and_biases_do_not_decay(group: None) -> None:
+def test_norms_and_biases_do_not_decay(one_process: None) -> None:
     par = parallel()
     optimizer = build_adamw(par.module, AdamWSettings(weight_decay=0.3, fused=None))
     assert {
@@ -223,7 +216,7 @@ def parallel_alone() -> torch.nn.Module:
 # the loop
 
 
-def test_the_loop_equals_one_written_by_hand(group: None, tmp_path: Path) -> None:
+def test_the_loop_equals_one_written_by_hand(one_process: None, tmp_path: Path) -> None:
     samples = packed(tmp_path)
     par = parallel()
     records = Records()
@@ -265,7 +258,7 @@ def test_the_loop_equals_one_written_by_hand(group: None, tmp_path: Path) -> Non
     assert last["memory_gib"] > 0
 
 
-def test_the_loss_falls_and_is_validated(group: None, tmp_path: Path) -> None:
+def test_the_loss_falls_and_is_validated(one_process: None, tmp_path: Path) -> None:
     samples = packed(tmp_path)
     par, records = parallel(), Records()
     validation = Batches(samples, micro_batch=4, seed=None)
@@ -289,7 +282,7 @@ def test_the_loss_falls_and_is_validated(group: None, tmp_path: Path) -> None:
     assert [record["step"] for record in records.records if "train/loss" in record] == [7, 14, 21, 28, 35, 42, 49, 55]
 
 
-def test_validation_is_the_mean_over_all_tokens(group: None, tmp_path: Path) -> None:
+def test_validation_is_the_mean_over_all_tokens(one_process: None, tmp_path: Path) -> None:
     samples = packed(tmp_path, tokens=60)
     par = parallel(dropout=0.5)
     run = trainer(par, samples, validation=Batches(samples, micro_batch=3, seed=None))
@@ -351,13 +344,13 @@ def test_stages_train_and_validate_as_one_process(tmp_path: Path) -> None:
 NAMED = ("train/loss", "val/loss", "grad_norm", "step", "tokens", "lr")
 
 
-def test_resuming_is_bitwise_with_dropout(group: None, tmp_path: Path) -> None:
+def test_resuming_is_bitwise_with_dropout(one_process: None, tmp_path: Path) -> None:
     check_resume(tmp_path, "", [])
 
 
 @pytest.mark.parametrize("warm", daily([{"warmup_steps": 7}, {"warmup_ratio": 0.3}], {"warmup_ratio": 0.3}, ids=str))
 def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(
-    group: None, tmp_path: Path, warm: dict[str, Any]
+    one_process: None, tmp_path: Path, warm: dict[str, Any]
 ) -> None:
     """The learning rate is a function of the samples that were used, whatever their steps; each epoch is used up."""
     samples, schedule = packed(tmp_path), Schedule(name="linear", lr=1e-2, **warm)
@@ -394,7 +387,7 @@ def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(
     assert later == {at: rate for at, rate in rates.items() if at >= 32}
 
 
-def test_steps_that_were_asked_for_are_steps_in_any_batch(group: None, tmp_path: Path) -> None:
+def test_steps_that_were_asked_for_are_steps_in_any_batch(one_process: None, tmp_path: Path) -> None:
     samples, kept, records = packed(tmp_path), Kept(), Records()
     whole = trainer(parallel(), samples, steps=10, epochs=3, checkpointer=kept, checkpoint_every=4)
     whole.run()
@@ -492,7 +485,7 @@ def alone_losses(samples: PackedTokens) -> list[float]:
 # stopping
 
 
-def test_sigterm_finishes_the_step_saves_and_stops(group: None, tmp_path: Path) -> None:
+def test_sigterm_finishes_the_step_saves_and_stops(one_process: None, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     kept, records = Kept(), Records(step3=lambda: os.kill(os.getpid(), signal.SIGTERM))
     outcome = trainer(parallel(), packed(tmp_path), checkpointer=kept, reporters=[records], steps=100).run()
@@ -577,7 +570,7 @@ def test_stages_ask_for_a_stop_as_often_whatever_the_micro_batches(tmp_path: Pat
     assert asked[0] == asked[1] > 0
 
 
-def test_a_stop_in_validation_saves_and_the_next_start_makes_up_for_it(group: None, tmp_path: Path) -> None:
+def test_a_stop_in_validation_saves_and_the_next_start_makes_up_for_it(one_process: None, tmp_path: Path) -> None:
     check_stop_in_validation(tmp_path, parallel(), parallel(), 2)
 
 
@@ -625,7 +618,7 @@ class Poisoned:
         return loss * (math.nan if self.seen in self.steps else 1.0), tokens, metrics
 
 
-def test_a_loss_that_is_not_finite_names_its_step_and_saves_nothing(group: None, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_names_its_step_and_saves_nothing(one_process: None, tmp_path: Path) -> None:
     par, kept = parallel(), Kept()
     run = trainer(par, packed(tmp_path), objective=Poisoned(4), accumulate=1, checkpointer=kept, log_every=10)
     with pytest.raises(MeshparError, match="gradient norm of step 4 is not finite"):
@@ -634,7 +627,7 @@ def test_a_loss_that_is_not_finite_names_its_step_and_saves_nothing(group: None,
     assert all(bool(parameter.isfinite().all()) for parameter in par.module.parameters())
 
 
-def test_an_accelerator_is_read_only_when_a_record_is_due(group: None, tmp_path: Path) -> None:
+def test_an_accelerator_is_read_only_when_a_record_is_due(one_process: None, tmp_path: Path) -> None:
     skips = Skips(TrainSettings(steps=4), None, torch.device("cpu"))
     for step, norm in enumerate((1.0, math.nan, 1.0, math.inf)):
         skips.mark(step, torch.tensor(norm))
@@ -651,7 +644,7 @@ class Spiked(Poisoned):
         return loss * (1e3 if self.seen in self.steps else 1.0), tokens, metrics
 
 
-def test_spikes_of_the_gradient_are_skipped_counted_and_resumed(group: None, tmp_path: Path) -> None:
+def test_spikes_of_the_gradient_are_skipped_counted_and_resumed(one_process: None, tmp_path: Path) -> None:
     samples, kept, records = packed(tmp_path), Kept(), Records()
     more: dict[str, Any] = {"steps": 27, "accumulate": 1, "skip_spikes": 10.0, "checkpoint_every": 22}
     whole_run = parallel()
@@ -668,7 +661,7 @@ def test_spikes_of_the_gradient_are_skipped_counted_and_resumed(group: None, tmp
         TrainSettings(steps=1, skip_spikes=0.5)
 
 
-def test_steps_that_are_not_finite_can_be_skipped(group: None, tmp_path: Path) -> None:
+def test_steps_that_are_not_finite_can_be_skipped(one_process: None, tmp_path: Path) -> None:
     par, records = parallel(), Records()
     run = trainer(par, packed(tmp_path), objective=Poisoned(2, 3), accumulate=1, nonfinite="skip", reporters=[records])
     assert run.run().steps == 6
@@ -682,7 +675,7 @@ def test_steps_that_are_not_finite_can_be_skipped(group: None, tmp_path: Path) -
         forever.run()
 
 
-def test_the_scaler_changes_nothing_but_skips_overflows(group: None, tmp_path: Path) -> None:
+def test_the_scaler_changes_nothing_but_skips_overflows(one_process: None, tmp_path: Path) -> None:
     plain, scaled = parallel(), parallel()
     trainer(plain, packed(tmp_path)).run()
     scaler = LossScaler(scale=2.0**14, interval=4)
@@ -760,7 +753,7 @@ def test_half_precision_keeps_masters_in_float32(dtype: torch.dtype) -> None:
         torch.testing.assert_close(losses[dtype], losses[torch.float32], rtol=2e-2, atol=0.0)
 
 
-def test_random_state_of_a_step_needs_only_seed_and_step(group: None, tmp_path: Path) -> None:
+def test_random_state_of_a_step_needs_only_seed_and_step(one_process: None, tmp_path: Path) -> None:
     run = trainer(parallel(dropout=0.3), packed(tmp_path))
     run.step = 5
     torch.manual_seed(123)
@@ -807,7 +800,7 @@ def test_a_report_is_joined_over_the_ranks() -> None:
     assert not meter.used
 
 
-def test_time_of_validation_does_not_count(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_validation_does_not_count(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 100.0, 101.0, 101.0])
     monkeypatch.setattr("meshpar.training.metrics.time.perf_counter", lambda: next(clock))
     meter = Meter(parallel())

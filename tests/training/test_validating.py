@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import meshpar
 from meshpar import FullyShard, MeshparError, Parallelized
 from meshpar.core.errors import RecipeError, ReplicaError
 from meshpar.launchers.jobs import checks
@@ -35,12 +34,6 @@ from tests.training.test_training import Kept, Records, assert_equal, packed, pa
 Evaluates = Callable[[Parallelized], Any]
 
 
-@pytest.fixture
-def group() -> Any:
-    with meshpar.distributed("cpu"):
-        yield
-
-
 def evaluated(folder: Path, evaluation: Evaluates, par: Parallelized | None = None, **more: Any) -> Any:
     """Train six steps, with an evaluation after each second one, and return the trainer, the outcome and what was kept."""
     kept, heard = Kept(), Records()
@@ -54,7 +47,7 @@ def raises(par: Parallelized) -> Any:
 
 
 def test_a_step_that_is_due_is_saved_before_an_evaluation_that_fails(
-    group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    one_process: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made, outcome, kept, _ = evaluated(tmp_path, raises)
     assert (outcome.steps, sorted(kept.steps), made.ended) == (6, [2, 4, 6], "complete")
@@ -76,13 +69,13 @@ def test_rubbish_of_an_evaluation_is_named(found: Any) -> None:
     assert values_of({"x": torch.tensor(2.0), 3: True, "t": "text"}) == ({"x": 2.0, "3": 1.0}, {"t": "text"})
 
 
-def test_a_number_that_is_none_is_told_and_is_no_metric_of_a_checkpoint(group: None, tmp_path: Path) -> None:
+def test_a_number_that_is_none_is_told_and_is_no_metric_of_a_checkpoint(one_process: None, tmp_path: Path) -> None:
     _, outcome, _, heard = evaluated(tmp_path, lambda par: {"x": float("nan")})
     assert outcome.steps == 6 and "step 2: eval/mine/x is nan" in heard.notes
 
 
 def test_what_an_evaluation_leaves_in_the_process_is_restored(
-    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     errors = [asyncio.CancelledError(), BaseExceptionGroup("tasks", [SystemExit(2)]), ValueError("x")]
@@ -103,7 +96,7 @@ def test_what_an_evaluation_leaves_in_the_process_is_restored(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_a_signal_after_an_evaluation_that_ignored_it_is_heard(
-    group: None, tmp_path: Path, number: signal.Signals
+    one_process: None, tmp_path: Path, number: signal.Signals
 ) -> None:
     class Kills(Records):
         def report(self, record: Mapping[str, float]) -> None:
@@ -191,7 +184,7 @@ def check_errors_of_rank_0_are_shared() -> None:
 
 
 def test_an_evaluation_that_a_signal_does_not_end_is_interrupted_and_the_step_is_saved(
-    group: None, tmp_path: Path
+    one_process: None, tmp_path: Path
 ) -> None:
     def sleeps(par: Parallelized) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -202,7 +195,7 @@ def test_an_evaluation_that_a_signal_does_not_end_is_interrupted_and_the_step_is
     assert kept.steps[2][2]["owes"] == ["eval/mine/"]
 
 
-def test_what_a_start_owes_is_made_once_more_and_no_third_time(group: None, tmp_path: Path) -> None:
+def test_what_a_start_owes_is_made_once_more_and_no_third_time(one_process: None, tmp_path: Path) -> None:
     """One that ends the process each time would end each start before its first step."""
 
     class Died(KeyboardInterrupt): ...
@@ -234,7 +227,7 @@ def test_what_a_start_owes_is_made_once_more_and_no_third_time(group: None, tmp_
 
 
 def test_an_evaluation_without_a_forward_moves_the_watchdog_until_its_bound(
-    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validating, "_LOOK_S", 0.01)
     seen = list[int]()
@@ -253,7 +246,9 @@ def test_an_evaluation_without_a_forward_moves_the_watchdog_until_its_bound(
     assert seen == [0]
 
 
-def test_a_reporter_that_raises_ends_no_training(group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reporter_that_raises_ends_no_training(
+    one_process: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken(Records):
         def report(self, record: Mapping[str, float]) -> None:
             raise ValueError("markup")
@@ -283,7 +278,7 @@ def test_a_validation_that_is_made_again_is_written_once(tmp_path: Path) -> None
     ]
 
 
-def test_texts_longer_than_the_model_are_cut_at_their_beginning(group: None) -> None:
+def test_texts_longer_than_the_model_are_cut_at_their_beginning(one_process: None) -> None:
     assert cut_pair([*range(9)], [9], 6) == ([3, 4, 5, 6, 7, 8], [9])
     assert cut_pair([1, 2], [*range(9)], 4) == ([2], [5, 6, 7, 8])
     assert cut_prompt([*range(90)], 10, 32) == ([*range(68, 90)], 10)

@@ -10,13 +10,13 @@ from torch import nn
 
 from meshpar import MeshSpec, ModelLayout, Pass, Plan, PlanError
 from meshpar.core import runtime
-from meshpar.models import Transformer, TransformerConfig
+from meshpar.models import Transformer
+from tests.support import models_for_parity
+from tests.support.models_for_parity import on_meta
 
 
 def transformer(**options: Any) -> Transformer:
-    sizes = dict(vocab_size=96, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64)
-    with torch.device("meta"):
-        return Transformer(TransformerConfig(**sizes | options))
+    return on_meta(lambda: models_for_parity.transformer(**options))
 
 
 class TwoLayers(nn.Module):
