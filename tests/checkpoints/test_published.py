@@ -105,38 +105,26 @@ def same(par, expected, **options):
             assert described(tensor) == expected[name], name
 
 
-def assert_exported(mesh, names):
+OTHERS = "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2 world", "dp_shard=2,ep=2", "dp_shard=2,cp=2"
+STREAMED = [
+    (2, "dp_shard=2", tuple(MODELS)),
+    (2, "tp=2", tuple(MODELS)),
+    (2, "dp_shard=2 whole", ("llama",)),
+    *((4, "dp_shard=2,tp=2", (name,)) for name in MODELS),
+    *((4, mesh, ("qwen3_moe",)) for mesh in OTHERS),
+]
+BY_DAY = STREAMED[0], STREAMED[2], (4, "dp_shard=2,tp=2", ("gpt2",)), (4, "dp_shard=2,ep=2", ("qwen3_moe",))
+
+
+@pytest.mark.parametrize(("ranks", "mesh", "names"), daily(STREAMED, *BY_DAY))
+@on_ranks("ranks")
+def test_every_mesh_streams_what_it_exports(ranks, mesh, names):
     for name in names:
         par = planned(name, mesh)
         for dtype in (None, torch.bfloat16):
             expected = exported(par, dtype=dtype)
             same(par, expected, dtype=dtype)
             same(par, expected, dtype=dtype, bucket=3000)  # tensors in several buckets
-
-
-@on_ranks(2)
-def test_fsdp_streams_what_it_exports() -> None:
-    assert_exported("dp_shard=2", MODELS)
-
-
-@pytest.mark.nightly
-@on_ranks(2)
-def test_tensor_parallel_streams_what_it_exports() -> None:
-    assert_exported("tp=2", MODELS)
-
-
-@pytest.mark.parametrize("name", daily(MODELS, "gpt2"))
-def test_fsdp_and_tensor_parallel_stream_what_they_export(name: str) -> None:
-    on_ranks(4)(assert_exported)("dp_shard=2,tp=2", [name])
-
-
-OTHERS = "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2 world", "dp_shard=2,ep=2", "dp_shard=2,cp=2"
-
-
-@pytest.mark.parametrize("mesh", daily(OTHERS, "dp_shard=2,ep=2"))
-@on_ranks(4)
-def test_other_meshes_stream_what_they_export(mesh: str) -> None:
-    assert_exported(mesh, ["qwen3_moe"])
 
 
 def quantisable():
@@ -238,11 +226,6 @@ def test_stages_stream_what_they_export(mesh: str, name: str) -> None:
     for bucket in (3000, "256MiB"):  # tensors in several buckets, all in one
         same(par, expected, dtype=torch.bfloat16, bucket=bucket)
     assert len(list(par.published(to=dist.get_world_size() - 1))) == len(par.published().metadata())
-
-
-@on_ranks(2)
-def test_whole_parameters_stream_as_they_export() -> None:
-    assert_exported("dp_shard=2 whole", ["llama"])
 
 
 def status_bytes(field):

@@ -12,6 +12,7 @@ from torch import nn
 from meshpar import FullyShard, MeshparError, ModelLayout, Plan, Replicate, TensorParallel
 from meshpar.testing import on_ranks, whole
 from tests.support.loop_sides import PLANS as COLUMNS
+from tests.support.tiers import daily
 
 LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
 PLANS = {mesh: passes() for title, (mesh, passes) in COLUMNS.items() if title != "PP"}  # stages call no module
@@ -360,7 +361,9 @@ def check_gradients(par, alone):
             assert torch.allclose(whole(got), parameter.grad, atol=1e-12), name
 
 
-def weights_in_a_loss(ranks):
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks("ranks")
+def test_a_whole_weight_in_a_loss_outside_of_the_module_is_exact(ranks):
     for mesh, passes in plans(ranks):
         for loss in (by_the_whole_weight, by_weights_alone):
             alone, par, x = Hidden(), Plan(mesh, passes).apply(Hidden(), LAYOUT), batch()
@@ -368,16 +371,6 @@ def weights_in_a_loss(ranks):
                 loss(alone, x).backward()
                 loss(par.module, mine(par, x)).backward()
             check_gradients(par, alone)
-
-
-@on_ranks(2)
-def test_a_whole_weight_in_a_loss_outside_of_the_module_is_exact_on_two_ranks():
-    weights_in_a_loss(2)
-
-
-@on_ranks(4)
-def test_a_whole_weight_in_a_loss_outside_of_the_module_is_exact_on_four_ranks():
-    weights_in_a_loss(4)
 
 
 @on_ranks(2)
@@ -463,7 +456,9 @@ def test_a_rank_that_skips_a_batch_is_refused_at_once_on_both():
                 loss.backward()
 
 
-def assigned(ranks):
+@pytest.mark.parametrize("ranks", daily([2, 4], 2))
+@on_ranks("ranks")
+def test_weights_that_are_loaded_by_assignment_are_trained_as_in_one_process(ranks):
     for mesh, passes in plans(ranks):
         alone, par, x = Net(), Plan(mesh, passes).apply(Net(), LAYOUT), batch()
         step(par, x)
@@ -487,17 +482,6 @@ def assigned(ranks):
             )
             ours.step(), one.step()
         assert str(par.describe())
-
-
-@on_ranks(2)
-def test_weights_that_are_loaded_by_assignment_are_trained_as_in_one_process_on_two_ranks():
-    assigned(2)
-
-
-@pytest.mark.nightly
-@on_ranks(4)
-def test_weights_that_are_loaded_by_assignment_are_trained_as_in_one_process_on_four_ranks():
-    assigned(4)
 
 
 @on_ranks(2)

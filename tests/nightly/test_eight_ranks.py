@@ -13,12 +13,12 @@ from tests.passes.data.test_replica_shards import ODD, SEQUENCE, WORLD
 from tests.passes.positions.test_parallel import in_parts
 from tests.step.test_adafactor import FACTORS, MOMENTUM
 from tests.support.models_for_parity import VOCAB
-from tests.testing.test_parity import cases, check_8
+from tests.testing.test_parity import cases, check
 
 
 @pytest.mark.parametrize(("model", "plan", "forms"), cases(8))
 def test_parity(model, plan, forms):
-    check_8(model, plan, forms)
+    on_ranks(8)(check)(model, plan, forms)
 
 
 @on_ranks(8)

@@ -13,7 +13,6 @@ from meshpar import (
     FullyShard,
     HybridShard,
     MeshparError,
-    MeshSpec,
     PipelineParallel,
     Plan,
     Replicate,
@@ -46,6 +45,8 @@ PLANS = {
     "tied-stages": ("transformer", "pp=2,tp=2", [PipelineParallel(), TP]),
 }
 
+BY_DAY = [(plan, PLANS[plan][1]) for plan in ("hsdp-tp", "tied-stages")]
+
 
 @functools.cache
 def alone(model, data_ranks):
@@ -69,8 +70,10 @@ def expected(model, data_ranks, patterns, kind):
     return {name: float(torch.nn.utils.get_total_norm(grads, kind)) for name, grads in found.items()}
 
 
-def compared(plan):
-    model, mesh, passes = PLANS[plan]
+@pytest.mark.parametrize(("plan", "mesh"), daily([(plan, mesh) for plan, (_, mesh, _) in PLANS.items()], *BY_DAY))
+@on_ranks("mesh")
+def test_norms_of_modules_are_those_of_one_process(plan, mesh):
+    model, _, passes = PLANS[plan]
     patterns = PATTERNS.get(model, OURS)
     torch.manual_seed(0)
     par = Plan(mesh, passes).apply(MODELS[model]())
@@ -88,25 +91,3 @@ def compared(plan):
     assert {name: float(norm) for name, norm in after.items()} == pytest.approx(
         {name: norm * 0.1 / before[""] for name, norm in before.items()}, rel=1e-4
     )
-
-
-def ranks(plan):
-    return MeshSpec(PLANS[plan][1]).size
-
-
-@pytest.mark.parametrize("plan", daily([plan for plan in PLANS if ranks(plan) == 4], "hsdp-tp", "tied-stages"))
-@on_ranks(4)
-def test_four_ranks(plan):
-    compared(plan)
-
-
-@pytest.mark.nightly
-@on_ranks(3)
-def test_uneven_parts():
-    compared("fsdp-3")
-
-
-@pytest.mark.nightly
-@on_ranks(2)
-def test_two_ranks():
-    compared("replicate")

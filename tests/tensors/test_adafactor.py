@@ -77,11 +77,8 @@ ON_EXPERTS = {
 
 
 @pytest.mark.parametrize("mesh", daily(ON_EXPERTS))
+@on_ranks(4)
 def test_divided_experts_equal_one_process(mesh):
-    on_ranks(4)(divided)(mesh)
-
-
-def divided(mesh):
     assert_parity(MIXTURE, mesh, ON_EXPERTS[mesh], token_steps(VOCAB, parts=4), optimizer=FACTORS)
 
 

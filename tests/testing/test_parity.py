@@ -108,9 +108,6 @@ def trained(model, parts):
     return steps, one_process(MODELS[model], steps)
 
 
-check_2, check_4, check_8 = (on_ranks(n)(check) for n in (2, 4, 8))
-
-
 def cases(count):
     for plan in PLANS:
         for model in MODELS:
@@ -136,14 +133,9 @@ def by_day(model, plan):
     return ("plain",) if (model, plan) in ONCE else ()
 
 
-@pytest.mark.parametrize(("model", "plan", "forms"), cases(2))
-def test_two_ranks(model, plan, forms):
-    check_2(model, plan, forms)
-
-
-@pytest.mark.parametrize(("model", "plan", "forms"), cases(4))
-def test_four_ranks(model, plan, forms):
-    check_4(model, plan, forms)
+@pytest.mark.parametrize(("model", "plan", "forms"), [*cases(2), *cases(4)])
+def test_a_model_under_a_plan_equals_one_process(model, plan, forms):
+    on_ranks(ranks_of(plan))(check)(model, plan, forms)
 
 
 class EveryStyle(nn.Module):

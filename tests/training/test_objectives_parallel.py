@@ -86,12 +86,9 @@ def summed(objective: Any, model: nn.Module, batch: Any) -> tuple[torch.Tensor, 
     return loss, int(count)
 
 
-@pytest.mark.parametrize("name", daily(["two", "fsdp", "hsdp"], "two"))
-def test_seq2seq_and_classification_equal_one_process(name: str) -> None:
-    on_ranks(2 if name == "two" else 4)(equal_one_process)(name)
-
-
-def equal_one_process(name: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), daily([("two", 2), ("fsdp", 4), ("hsdp", 4)], ("two", 2)))
+@on_ranks("ranks")
+def test_seq2seq_and_classification_equal_one_process(name: str, ranks: int) -> None:
     for build, objective, kind in ((t5, Seq2Seq(), "pairs"), (bert, SequenceClassification(), "labels")):
         mesh, passes = PLANS[name]
         steps = steps_of(kind, torch.distributed.get_world_size())

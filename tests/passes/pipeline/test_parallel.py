@@ -766,18 +766,15 @@ def test_seeds_give_the_weights_of_one_process():
         assert torch.equal(parameter, expected[name]), name
 
 
-@pytest.mark.parametrize("shards", daily((1, 2), 1))
-def test_whole_state_is_gathered_and_loaded_over_stages(shards):
-    on_ranks(2 * shards)(gathered_and_loaded)(shards)
-
-
-def gathered_and_loaded(shards):
+@pytest.mark.parametrize("mesh", daily(["pp=2,dp_shard=1", "pp=2,dp_shard=2"], "pp=2,dp_shard=1"))
+@on_ranks("mesh")
+def test_whole_state_is_gathered_and_loaded_over_stages(mesh):
     def built(seed):
         torch.manual_seed(seed)
         return MODELS["tied Llama"]()
 
     def parallel(seed):
-        return Plan(f"pp=2,dp_shard={shards}", [PipelineParallel(), FullyShard()]).apply(built(seed))
+        return Plan(mesh, [PipelineParallel(), FullyShard()]).apply(built(seed))
 
     expected, par = built(0).state_dict(), parallel(0)
     for everywhere in (True, False):
@@ -802,20 +799,17 @@ PLANS = {
     "two shards": ("dp_shard=2", lambda: [FullyShard()]),
 }
 RESTORED = (
-    ("two shards", "two stages"),
-    ("two stages", "two shards"),
-    ("pp", "FSDP and TP"),
-    ("FSDP and TP", "pp and FSDP"),
-    ("pp and FSDP", "pp and TP"),
+    (2, "two shards", "two stages"),
+    (2, "two stages", "two shards"),
+    (4, "pp", "FSDP and TP"),
+    (4, "FSDP and TP", "pp and FSDP"),
+    (4, "pp and FSDP", "pp and TP"),
 )
 
 
-@pytest.mark.parametrize(("saved", "restored"), daily(RESTORED, *RESTORED[:2]))
-def test_checkpoints_load_on_other_stages_bitwise(tmp_path, saved, restored):
-    on_ranks(2 if "two" in saved else 4)(load_on_others)(tmp_path, saved, restored)
-
-
-def load_on_others(tmp_path, saved, restored):
+@pytest.mark.parametrize(("ranks", "saved", "restored"), daily(RESTORED, *RESTORED[:2]))
+@on_ranks("ranks")
+def test_checkpoints_load_on_other_stages_bitwise(tmp_path, ranks, saved, restored):
     def built(name):
         mesh, passes = PLANS[name]
         par = Plan(mesh, passes()).apply(MODELS["Llama"]())
@@ -873,15 +867,12 @@ def test_stages_whose_replicas_divide_the_optimizer_train_as_one_process():
     assert_as_one_process(MODELS["Llama"], "pp=2,dp_replicate=2,dp_shard=2", passes, 4)
 
 
-@pytest.mark.parametrize("shards", daily((1, 2), 1))
-def test_gradients_reduced_in_each_backward_are_those_of_one_process(shards):
-    on_ranks(2 * shards)(reduced_in_each)(shards)
-
-
-def reduced_in_each(shards):
+@pytest.mark.parametrize("mesh", daily(["pp=2,dp_shard=1", "pp=2,dp_shard=2"], "pp=2,dp_shard=1"))
+@on_ranks("mesh")
+def test_gradients_reduced_in_each_backward_are_those_of_one_process(mesh):
     def gradients(**options):
         torch.manual_seed(0)
-        par = Plan(f"pp=2,dp_shard={shards}", [PipelineParallel(), FullyShard()]).apply(MODELS["tied Llama"]())
+        par = Plan(mesh, [PipelineParallel(), FullyShard()]).apply(MODELS["tied Llama"]())
         par.backward(batches(par.data_rank), scaled_loss(0.1), **options)
         return {name: whole_tensor(parameter.grad) for name, parameter in par.module.named_parameters()}
 
