@@ -410,16 +410,6 @@ def test_the_vocabulary_comes_from_the_data_unless_a_shape_has_its_own(tmp_path:
     assert vocab("model={kind: gpt2}") == 50_257
 
 
-def test_a_model_too_small_for_its_data_is_refused_before_anything_runs() -> None:
-    assert checks.check_job(read(SMALL, "model.vocab_size=200"), 2) == [
-        "small.yaml:3: model: the data has 257 different tokens and the model's vocab_size is 200; raise it"
-    ]
-    assert checks.check_job(read(SMALL, "data.sequence_length=4096"), 2) == [
-        "small.yaml:3: model: data.sequence_length is 4096 and the model has 2048 positions; lower it, or raise the "
-        "number of positions"
-    ]
-
-
 def test_check_finds_every_problem_of_plan_data_and_objective() -> None:
     recipe = read(
         SMALL, "mesh=dp_shard=2,tp=3", "data={source: files, paths: [/nowhere/*.txt]}", "training.objective=cusal_lm"
