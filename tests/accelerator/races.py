@@ -21,12 +21,7 @@ HOST = 1
 _EMPTY = re.compile(r"aten::(new_)?empty")
 _MAKE_WORK = (
     *(
-        "allreduce",
-        "allgather",
-        "_allgather_base",
-        "all_gather_single",
-        "reduce_scatter",
-        "_reduce_scatter_base",
+        "allreduce", "allgather", "_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base",
         "reduce_scatter_single",
     ),
     *(
@@ -37,7 +32,7 @@ _MAKE_WORK = (
         "all_gather_single_coalesced",
         "reduce_scatter_single_coalesced",
     ),
-)
+)  # fmt: skip
 
 
 class _Arguments(_sanitizer.ArgumentHandler):

@@ -180,13 +180,9 @@ def test_threads_in_turns_have_the_numbers_of_one_process(device):
 
 
 DAILY = [
-    (2, 2, 4, "gpipe"),
-    (2, 2, 5, "1f1b"),
-    (3, 1, 4, "1f1b"),
-    (3, 2, 5, "1f1b"),
-    (4, 2, 4, "gpipe"),
+    (2, 2, 4, "gpipe"), (2, 2, 5, "1f1b"), (3, 1, 4, "1f1b"), (3, 2, 5, "1f1b"), (4, 2, 4, "gpipe"),
     (5, 1, 3, "gpipe"),
-]
+]  # fmt: skip
 ENDS = {
     "untied": {},
     "tied": {"tied": True},

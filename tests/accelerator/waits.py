@@ -18,16 +18,9 @@ PACKAGE = str(Path(__file__).parents[2] / "meshpar") + "/"
 FSDP = str(Path(torch.__file__).parent / "distributed/fsdp/_fully_shard") + "/"
 
 READS = {
-    "_local_scalar_dense",
-    "is_nonzero",
-    "equal",
-    "nonzero",
-    "masked_select",
-    "bincount",
-    "histc",
-    "_unique2",
+    "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount", "histc", "_unique2",
     "unique_dim",
-}
+}  # fmt: skip
 """Operators whose result, or its shape, the host needs from the device."""
 COLLECTIVES = {
     *("allreduce_", "allgather_", "_allgather_base_", "alltoall_base_", "broadcast_", "reduce_scatter_", "barrier"),

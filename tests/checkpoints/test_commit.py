@@ -131,12 +131,8 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert (tmp_path / "LATEST").read_text() == "step-00000005\n"
     assert os.readlink(tmp_path / "latest") == "step-00000005"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "LATEST",
-        "latest",
-        "step-00000002",
-        "step-00000004",
-        "step-00000005",
-    ]
+        "LATEST", "latest", "step-00000002", "step-00000004", "step-00000005",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("async_", [False, True])

@@ -249,13 +249,8 @@ def export(*arguments):
 
 def test_the_command_keeps_chosen_modules_and_several_files(runs, tmp_path):
     options = (
-        "--quantize",
-        "fp8",
-        "--keep-high",
-        "model.layers.0.mlp.*",
-        "--keep-high",
-        "model.layers.*.self_attn.o_proj",
-    )
+        "--quantize", "fp8", "--keep-high", "model.layers.0.mlp.*", "--keep-high", "model.layers.*.self_attn.o_proj",
+    )  # fmt: skip
     done = export(runs / "llama", tmp_path / "q", *options, "--max-shard-size", "40KB")
     assert done.exit_code == 0, done.output
     kinds = Safetensors(tmp_path / "q").dtypes()

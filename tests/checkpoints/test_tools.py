@@ -238,15 +238,9 @@ def test_groups_of_pipeline_stages_are_joined_by_their_options_in_any_order():
 
 
 DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.uint16,
-    torch.int8,
+    torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.int8,
     torch.bool,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -39,17 +39,9 @@ def installed(tmp_path_factory):
     for name in ("pyproject.toml", "stranger.py"):
         (source / name).write_text((STRANGER / name).read_text())
     command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--target",
-        str(target),
-        str(source),
-    ]
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target",
+        str(target), str(source),
+    ]  # fmt: skip
     subprocess.run(command, check=True)
     return target
 

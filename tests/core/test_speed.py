@@ -76,16 +76,8 @@ def test_a_report_is_read_later_than_it_is_begun() -> None:
 def test_the_gpu_benchmark_runs_in_small_on_a_cpu() -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
     command = [
-        sys.executable,
-        str(script),
-        "--smoke",
-        "--case",
-        "llama-1b",
-        "--who",
-        "meshpar",
-        "--who",
-        "torch by hand",
-    ]
+        sys.executable, str(script), "--smoke", "--case", "llama-1b", "--who", "meshpar", "--who", "torch by hand",
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     rows = [line for line in done.stdout.splitlines() if line.startswith("| llama-1b")]
     assert len(rows) == 2 and all("%" in row for row in rows), done.stdout + done.stderr[-2000:]
@@ -95,16 +87,9 @@ def test_the_gpu_benchmark_runs_in_small_on_a_cpu() -> None:
 def test_the_plan_shows_what_recomputation_saves_and_costs() -> None:
     passes = "passes=[{ActivationCheckpoint: {mode: selective}}, FullyShard]"
     command = [
-        sys.executable,
-        "-m",
-        "meshpar.launchers",
-        "plan",
-        "124m",
-        "model.layers=2",
-        "mesh=dp_shard=-1",
-        "data.micro_batch=16",
-        passes,
-    ]
+        sys.executable, "-m", "meshpar.launchers", "plan", "124m", "model.layers=2", "mesh=dp_shard=-1",
+        "data.micro_batch=16", passes,
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     found = re.search(
         r"recomputation saves ([\d.]+) GiB of a peak of ([\d.]+) and costs ([\d.,]+) ms a step", done.stdout

@@ -262,13 +262,8 @@ def test_a_link_that_is_down_is_found_beside_devices_whose_links_are_up() -> Non
     facts = healthy()
     for fact in facts:
         fact["device"]["health"] = {
-            "uncorrected": 0,
-            "rows_pending": 0,
-            "rows_failed": 0,
-            "held_back": 0,
-            "width": None,
-            "most_width": None,
-        }
+            "uncorrected": 0, "rows_pending": 0, "rows_failed": 0, "held_back": 0, "width": None, "most_width": None,
+        }  # fmt: skip
         fact["device"]["health"]["links_up"] = 17 if fact["rank"] == 2 else 18
     (found,) = devices_module.health_findings(facts)
     assert found.where == "rank 2 (n2)" and "NVLinks are down: other devices have 18" in found.what

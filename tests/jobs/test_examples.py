@@ -31,15 +31,8 @@ def test_a_loop_of_ones_own_on_one_process_and_on_a_mesh(tmp_path):
     """In one folder, as the README runs them: the second run replaces the first one's checkpoint and export."""
     alone = run([sys.executable, str(EXAMPLE), ""], tmp_path)
     torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(EXAMPLE),
-        "tp=2",
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE), "tp=2",
+    ]  # fmt: skip
     together = run(torchrun, tmp_path)
     assert len(alone) == 3 and alone[-1][0] < alone[0][0]
     for (loss, norm), (same_loss, same_norm) in zip(alone, together, strict=True):

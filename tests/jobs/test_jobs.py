@@ -20,22 +20,9 @@ from meshpar.training.text import standard_library_root
 transformers = pytest.importorskip("transformers")
 
 WORDS = [
-    "Return",
-    "Close",
-    "Open",
-    "Read",
-    "Write",
-    "Send",
-    "the",
-    "a",
-    "this",
-    "file",
-    "socket",
-    "name",
-    "value",
-    "queue",
-    "lock",
-]
+    "Return", "Close", "Open", "Read", "Write", "Send", "the", "a", "this", "file", "socket", "name", "value",
+    "queue", "lock",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -216,13 +203,9 @@ def test_a_student_learns_from_a_frozen_teacher_both_sharded(home: Path) -> None
 
 def test_two_nodes_from_one_command(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = [
-        *text(home),
-        "model.dim=32",
-        "model.layers=2",
-        "model.hidden=48",
-        "training.steps=3",
+        *text(home), "model.dim=32", "model.layers=2", "model.hidden=48", "training.steps=3",
         "training.validate_every=3",
-    ]
+    ]  # fmt: skip
     recipe = train(home, "hybrid_two_nodes", *more, "data.micro_batch=1", nodes=2)
     assert re.search(r"parameters on dp_replicate=2,dp_shard=2 \(cpu\), HybridShard", capfd.readouterr().err)
     whole = ["mesh=''", "passes=[]", "data.micro_batch=4", f"output={home / 'hybrid-alone'}"]

@@ -549,12 +549,8 @@ def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> N
     pod, before = documents["Job"]["spec"]["template"]["spec"], plain["spec"]["template"]["spec"]
     (train,), (as_before,) = pod["containers"], before["containers"]
     assert {
-        "nodeSelector",
-        "tolerations",
-        "priorityClassName",
-        "imagePullSecrets",
-        "serviceAccountName",
-    } <= pod.keys() - before.keys()
+        "nodeSelector", "tolerations", "priorityClassName", "imagePullSecrets", "serviceAccountName",
+    } <= pod.keys() - before.keys()  # fmt: skip
     assert train["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert "rdma/hca" in train["resources"]["limits"]
     assert train["command"] == [word.replace("002", "001") for word in as_before["command"]] and train["envFrom"]
@@ -724,18 +720,8 @@ def test_submission_without_the_engine_is_told(folder: Path, monkeypatch: pytest
 
 def test_the_command_tells_what_it_made(folder: Path) -> None:
     arguments = [
-        "launch",
-        "slurm",
-        "job.yaml",
-        "--nodes",
-        "2",
-        "--gpus-per-node",
-        "0",
-        "--nproc",
-        "2",
-        "--mesh",
-        "auto",
-    ]
+        "launch", "slurm", "job.yaml", "--nodes", "2", "--gpus-per-node", "0", "--nproc", "2", "--mesh", "auto",
+    ]  # fmt: skip
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert done.output.startswith("My_Job: 4 ranks, dp_replicate=2,dp_shard=2 on 2 x 2\n")

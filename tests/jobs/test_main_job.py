@@ -485,13 +485,9 @@ def test_an_imported_model_is_a_beginning_in_the_runs_folder_and_elsewhere(folde
 
     def imported(to: str, *options: str) -> None:
         words = [
-            "import",
-            str(folder / "source-export"),
-            str(folder / to / "checkpoints"),
-            "--dtype",
-            "bfloat16",
+            "import", str(folder / "source-export"), str(folder / to / "checkpoints"), "--dtype", "bfloat16",
             *options,
-        ]
+        ]  # fmt: skip
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
 
@@ -557,13 +553,9 @@ def test_a_resume_with_other_data_or_another_batch_says_so(tmp_path: Path, monke
 def test_an_epoch_that_began_on_one_rank_ends_on_two(folder: Path) -> None:
     """Each sample has the learning rate that it has in a run without a stop."""
     epoch = [
-        "mesh=''",
-        "passes=[]",
-        "training.steps=null",
-        "training.epochs=1",
-        "data.micro_batch=8",
+        "mesh=''", "passes=[]", "training.steps=null", "training.epochs=1", "data.micro_batch=8",
         "schedule.warmup_steps=60",
-    ]
+    ]  # fmt: skip
     with running(folder, "grown", *epoch, until_step=20) as process:
         process.send_signal(signal.SIGTERM)
         rest = rest_of(process)

@@ -120,12 +120,8 @@ def hub(monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.url, server.large, server.seen, server.refuses, server.commit = (
-        f"http://127.0.0.1:{server.server_port}",
-        {},
-        [],
-        "",
-        None,
-    )
+        f"http://127.0.0.1:{server.server_port}", {}, [], "", None,
+    )  # fmt: skip
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "secret-of-a-test")

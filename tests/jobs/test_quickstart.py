@@ -14,13 +14,9 @@ from typer.testing import CliRunner
 from meshpar.launchers.cli import app
 
 SMALL = [
-    "model.dim=32",
-    "model.layers=2",
-    "model.heads=2",
-    "model.hidden=64",
-    "data.vocab_size=300",
+    "model.dim=32", "model.layers=2", "model.heads=2", "model.hidden=64", "data.vocab_size=300",
     "data.sequence_length=64",
-]
+]  # fmt: skip
 
 
 def source(folder: Path) -> str:
@@ -32,17 +28,9 @@ def source(folder: Path) -> str:
 def test_the_quickstart_trains_resumes_elsewhere_exports_and_completes(tmp_path: Path) -> None:
     out = tmp_path / "quick"
     command = [
-        sys.executable,
-        "-m",
-        "meshpar.launchers",
-        "quickstart",
-        "--mesh",
-        "hsdp",
-        "--out",
-        str(out),
-        "--minutes",
+        sys.executable, "-m", "meshpar.launchers", "quickstart", "--mesh", "hsdp", "--out", str(out), "--minutes",
         "0.1",
-    ]
+    ]  # fmt: skip
     small = [*SMALL, "data.source=files", source(tmp_path), "data.separator='\\n\\n\\n'"]
     done = subprocess.run([*command, *small], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr

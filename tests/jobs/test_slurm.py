@@ -71,18 +71,9 @@ def losses(folder: Path, output: str) -> list[float]:
 
 def submit(slurm: Slurm, folder: Path, output: str, *more: str) -> str:
     options = [
-        "--nodes",
-        "2",
-        "--gpus-per-node",
-        "0",
-        "--nproc",
-        "2",
-        "-o",
-        "cpus_per_task=2",
-        "-o",
-        f"meshpar={folder}/meshpar",
-        *more,
-    ]
+        "--nodes", "2", "--gpus-per-node", "0", "--nproc", "2", "-o", "cpus_per_task=2", "-o",
+        f"meshpar={folder}/meshpar", *more,
+    ]  # fmt: skip
     command = [*MESHPAR, "launch", "slurm", "job.yaml", f"output={output}", *options, "--submit"]
     done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -205,13 +205,9 @@ def test_a_pretrained_encoder_gets_a_new_head(tmp_path: Path) -> None:
     from meshpar.launchers.jobs.models import with_weights
 
     sizes = dict(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=32,
-    )
+    )  # fmt: skip
     config = transformers.BertConfig(**sizes)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "pretrained")
     source = transformers.BertForMaskedLM.from_pretrained(tmp_path / "pretrained").state_dict()

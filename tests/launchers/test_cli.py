@@ -146,12 +146,8 @@ def test_export_names_what_is_missing(tmp_path: Path) -> None:
 
 def test_sizes_are_read_with_their_units() -> None:
     assert [bytes_of(text) for text in ("5GB", "2GiB", "500 mb", "1000", "1.5K")] == [
-        5 * 10**9,
-        2 << 30,
-        5 * 10**8,
-        1000,
-        1500,
-    ]
+        5 * 10**9, 2 << 30, 5 * 10**8, 1000, 1500,
+    ]  # fmt: skip
     with pytest.raises(CheckpointError, match="the size is '5 apples'"):
         bytes_of("5 apples")
 
@@ -279,14 +275,9 @@ def test_the_page_of_keys_is_current() -> None:
 def test_generate_stops_samples_by_seed_and_chats(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=257,
-        eos_token_id=256,
-        bos_token_id=None,
-    )
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=257,
+        eos_token_id=256, bos_token_id=None,
+    )  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     byte_tokenizer().save(tmp_path)

@@ -26,35 +26,20 @@ from tests.support.tiers import daily
 transformers = pytest.importorskip("transformers")
 
 DECODER = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MIXTRAL = DECODER | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 LAYER = "model.layers.*"
 LLAMA_TABLE = {
-    "model": FullPositions(),
-    "model.embed_tokens": "vocab",
-    f"{LAYER}.input_layernorm": "sequence",
-    f"{LAYER}.self_attn": "region",
-    f"{LAYER}.self_attn.q_proj": "colwise",
-    f"{LAYER}.self_attn.k_proj": "colwise",
-    f"{LAYER}.self_attn.v_proj": "colwise",
-    f"{LAYER}.self_attn.o_proj": "rowwise",
-    f"{LAYER}.post_attention_layernorm": "sequence",
-    f"{LAYER}.mlp": "region",
-    f"{LAYER}.mlp.gate_proj": "colwise",
-    f"{LAYER}.mlp.up_proj": "colwise",
-    f"{LAYER}.mlp.down_proj": "rowwise",
-    "model.norm": "sequence",
+    "model": FullPositions(), "model.embed_tokens": "vocab", f"{LAYER}.input_layernorm": "sequence",
+    f"{LAYER}.self_attn": "region", f"{LAYER}.self_attn.q_proj": "colwise", f"{LAYER}.self_attn.k_proj": "colwise",
+    f"{LAYER}.self_attn.v_proj": "colwise", f"{LAYER}.self_attn.o_proj": "rowwise",
+    f"{LAYER}.post_attention_layernorm": "sequence", f"{LAYER}.mlp": "region", f"{LAYER}.mlp.gate_proj": "colwise",
+    f"{LAYER}.mlp.up_proj": "colwise", f"{LAYER}.mlp.down_proj": "rowwise", "model.norm": "sequence",
     "lm_head": Head(),
-}
+}  # fmt: skip
 QWEN3_TABLE = LLAMA_TABLE | {f"{LAYER}.self_attn.q_norm": "grad_sum", f"{LAYER}.self_attn.k_norm": "grad_sum"}
 GPT2_TABLE = {
     "transformer.wte": "vocab",
@@ -225,12 +210,8 @@ def test_a_verified_structure_takes_the_place_of_a_plan() -> None:
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "mixtral", "llama3_rope"])
 def test_init_fills_every_parameter_and_buffer_after_to_empty(model_type: str) -> None:
     scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 500.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    }
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    }  # fmt: skip
     rope = {"rope_parameters": scaling | {"original_max_position_embeddings": 16}}
     values = {"mixtral": MIXTRAL, "llama3_rope": config("llama", **rope)}.get(model_type) or config(model_type)
     model = from_config(values)
@@ -276,13 +257,9 @@ def test_other_modules_have_no_layout_here() -> None:
 
 # Latent attention and fused or gathered projections, which only transformers' own styles know.
 MLA = {
-    "first_k_dense_replace": 2,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
+    "first_k_dense_replace": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
     "v_head_dim": 8,
-}
+}  # fmt: skip
 ON_A_MESH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepseek_v3": (
         config("deepseek_v3", head_dim=4, num_key_value_heads=4, n_group=1, topk_group=1, n_routed_experts=4) | MLA,

@@ -113,16 +113,9 @@ CASES = {
     ),
 }
 COVERED = {
-    "fsdp",
-    "fsdp, recomputed",
-    "no reshard",
-    "hybrid",
-    "tp",
-    "experts",
-    "fsdp x tp, recomputed",
-    "hybrid, recomputed",
-    "cp by heads, recomputed",
-}
+    "fsdp", "fsdp, recomputed", "no reshard", "hybrid", "tp", "experts", "fsdp x tp, recomputed",
+    "hybrid, recomputed", "cp by heads, recomputed",
+}  # fmt: skip
 """Whose collectives another case has, too: in the long form."""
 ON_THE_LAST_RANK = ("fsdp, uneven", "fsdp x tp")
 

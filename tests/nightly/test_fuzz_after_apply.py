@@ -18,12 +18,7 @@ KEPT = {
                 "dropped table.weight",
             ),
             *(
-                "all_reset",
-                "mean head.weight",
-                "part_of_it head.weight",
-                "empty",
-                "slice",
-                "backward_fails",
+                "all_reset", "mean head.weight", "part_of_it head.weight", "empty", "slice", "backward_fails",
                 "gradient_noise",
             ),
         ],
@@ -59,7 +54,7 @@ KEPT = {
         ],
         "dp_shard=2,tp=2": ["in_a_gradient_hook", "spectral_norm", "weight_itself"],
     },
-}
+}  # fmt: skip
 """What was wrong, or raw, once: verdict -> plan -> habits, each with its parameter."""
 
 

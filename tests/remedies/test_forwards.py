@@ -314,13 +314,9 @@ class Mixture(nn.Module):
 
 def branches(region, **options):
     styles = {
-        "embed": "vocab",
-        "norm": "sequence",
-        region: "region",
-        "mixture.experts.*.up": "colwise",
-        "mixture.experts.*.down": "rowwise",
-        "head": "head",
-    }
+        "embed": "vocab", "norm": "sequence", region: "region", "mixture.experts.*.up": "colwise",
+        "mixture.experts.*.down": "rowwise", "head": "head",
+    }  # fmt: skip
     passes = [TensorParallel(**{"sequence_parallel": True} | options)]
     return exact(Branches, TP, passes, ModelLayout(tensor=styles), torch.tensor([[0, 0, 1, 1]]), verify=False)
 

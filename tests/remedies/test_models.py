@@ -53,18 +53,10 @@ def t5():
 
 def reformer():
     config = transformers.ReformerConfig(
-        attn_layers=["local", "local"],
-        hidden_size=32,
-        feed_forward_size=32,
-        num_attention_heads=2,
-        attention_head_size=16,
-        axial_pos_embds=True,
-        axial_pos_shape=[4, 8],
-        axial_pos_embds_dim=[16, 16],
-        max_position_embeddings=32,
-        vocab_size=32,
-        is_decoder=True,
-    )
+        attn_layers=["local", "local"], hidden_size=32, feed_forward_size=32, num_attention_heads=2,
+        attention_head_size=16, axial_pos_embds=True, axial_pos_shape=[4, 8], axial_pos_embds_dim=[16, 16],
+        max_position_embeddings=32, vocab_size=32, is_decoder=True,
+    )  # fmt: skip
     with torch.device("meta"):
         return transformers.ReformerModelWithLMHead(config)
 

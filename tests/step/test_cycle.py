@@ -746,12 +746,8 @@ class Packed(nn.Module):
 
 
 PACKED_STYLES = {
-    "embed": "vocab",
-    "qkv": "packed_colwise:3",
-    "out": "rowwise",
-    "gathered": "colwise_gather",
-    "head": "head",
-}
+    "embed": "vocab", "qkv": "packed_colwise:3", "out": "rowwise", "gathered": "colwise_gather", "head": "head",
+}  # fmt: skip
 
 
 @on_ranks(2)

@@ -61,15 +61,9 @@ def served(folder: Path) -> Iterator[int]:
     folder.mkdir(parents=True, exist_ok=True)
     (port,) = free_ports(1)
     command = [
-        AZURITE,
-        "--blobPort",
-        str(port),
-        "--location",
-        str(folder),
-        "--silent",
-        "--disableTelemetry",
+        AZURITE, "--blobPort", str(port), "--location", str(folder), "--silent", "--disableTelemetry",
         "--skipApiVersionCheck",
-    ]
+    ]  # fmt: skip
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}"}

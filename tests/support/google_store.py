@@ -54,13 +54,9 @@ def served(folder: Path) -> Iterator[int]:
     (inner,) = free_ports(1)
     address = f"127.0.0.1:{inner}"
     command = [
-        str(BINARY),
-        "-scheme=http",
-        "-backend=memory",
-        "-host=127.0.0.1",
-        f"-port={inner}",
+        str(BINARY), "-scheme=http", "-backend=memory", "-host=127.0.0.1", f"-port={inner}",
         f"-public-host={address}",
-    ]
+    ]  # fmt: skip
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, f"-external-url=http://{address}", "-log-level=warn"], stdout=log, stderr=subprocess.STDOUT

@@ -64,14 +64,9 @@ class Hosts:
         """Return the command that runs ``command`` on a host; ``before`` is a line of shell run first."""
         script = f'hostname "$0"; mount --bind {self._files}/hosts /etc/hosts; {before or ":"}; exec "$@"'
         enter = [
-            "nsenter",
-            f"--net=/run/netns/{self.namespace(name)}",
-            "unshare",
-            "--uts",
-            "--mount",
-            "--propagation",
+            "nsenter", f"--net=/run/netns/{self.namespace(name)}", "unshare", "--uts", "--mount", "--propagation",
             "private",
-        ]
+        ]  # fmt: skip
         return [*enter, "bash", "-c", script, name, *command]
 
     def run(self, name: str, command: Sequence[str]) -> str:

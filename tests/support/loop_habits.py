@@ -1092,13 +1092,9 @@ def generating(side):
     import transformers
 
     sizes = dict(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
-    )
+    )  # fmt: skip
     net = side.apply(
         side.net(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=32))),
         None,

@@ -203,13 +203,9 @@ nothing, and refuses copies, files that one process could not read, and wrappers
 - `wrong`: it trains something else, without an error. `hang`: ranks wait for each other.
 """
 KINDS = {
-    "exact": "exact",
-    "refused": "refused",
-    "torch": "error",
-    "raw": "error",
-    "wrong": "**wrong**",
+    "exact": "exact", "refused": "refused", "torch": "error", "raw": "error", "wrong": "**wrong**",
     "hang": "**hang**",
-}
+}  # fmt: skip
 QUICK = [name for name in HABITS if name not in ("compiled_eager", "compiled_aot", "generating")]
 
 

@@ -33,13 +33,9 @@ def huggingface(name, **options):
     import transformers
 
     sizes = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
-    )
+    )  # fmt: skip
     options = sizes | dict(max_position_embeddings=64, head_dim=8, use_cache=False) | options
     config = getattr(transformers, f"{name}Config")(**options)
     return getattr(transformers, f"{name}ForCausalLM")(config)
@@ -49,15 +45,9 @@ def huggingface_gpt2(**options):
     import transformers
 
     sizes = dict(
-        vocab_size=VOCAB,
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
+        vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0,
-    )
+    )  # fmt: skip
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False, **options))
 
 
@@ -66,17 +56,10 @@ def t5():
 
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            vocab_size=VOCAB,
-            d_model=32,
-            d_kv=8,
-            d_ff=48,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-            dropout_rate=0.0,
-            use_cache=False,
+            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0,
+            dropout_rate=0.0, use_cache=False,
         )
-    )
+    )  # fmt: skip
 
 
 class MaskedAttention(nn.Module):

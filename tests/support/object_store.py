@@ -72,14 +72,9 @@ def served(folder: Path) -> Iterator[int]:
     (folder / "identities.json").write_text(json.dumps({"identities": identities}))
     (folder / "data").mkdir(exist_ok=True)
     command = [
-        WEED,
-        "server",
-        f"-dir={folder / 'data'}",
-        "-ip=127.0.0.1",
-        "-s3",
-        f"-s3.port={s3}",
+        WEED, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-s3", f"-s3.port={s3}",
         f"-s3.config={folder / 'identities.json'}",
-    ]
+    ]  # fmt: skip
     command += [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"]
     command += [f"-{server}.port.grpc={port}" for server, port in zip(("s3", "master", "volume", "filer"), inner)]
     command += [

@@ -50,13 +50,9 @@ INHERITED: list[socket.socket] = []
 """In a worker of pytest-xdist: the asking end of a server of its own, which was forked before it began."""
 
 _OF_RANKS = (
-    "torch._dynamo",
-    "torch.distributed.launcher.api",
-    "meshpar.launchers.cli",
-    "meshpar.launchers.jobs.job",
-    "meshpar.training",
-    *RANKS,
-)
+    "torch._dynamo", "torch.distributed.launcher.api", "meshpar.launchers.cli", "meshpar.launchers.jobs.job",
+    "meshpar.training", *RANKS,
+)  # fmt: skip
 
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _LEAVE = os._exit  # a rank's notes who calls it

@@ -83,16 +83,10 @@ def test_divided_experts_equal_one_process(mesh):
 
 
 SPLITS = [
-    ((5, 3), (Shard(0), Replicate())),
-    ((5, 3), (Shard(1), Shard(0))),
-    ((9, 7), (Shard(0), Shard(0))),
-    ((1, 7), (Shard(0), Shard(1))),
-    ((5, 1), (Replicate(), Shard(1))),
-    ((3, 4, 5), (Shard(0), Shard(2))),
-    ((2, 3, 3, 3), (Shard(0), Shard(1))),
-    ((6,), (Shard(0), Replicate())),
-    ((), (Replicate(), Replicate())),
-]
+    ((5, 3), (Shard(0), Replicate())), ((5, 3), (Shard(1), Shard(0))), ((9, 7), (Shard(0), Shard(0))),
+    ((1, 7), (Shard(0), Shard(1))), ((5, 1), (Replicate(), Shard(1))), ((3, 4, 5), (Shard(0), Shard(2))),
+    ((2, 3, 3, 3), (Shard(0), Shard(1))), ((6,), (Shard(0), Replicate())), ((), (Replicate(), Replicate())),
+]  # fmt: skip
 """Shapes, of which ranks hold unequal and empty parts, and how they are divided over a mesh of 2 x 2."""
 
 

@@ -181,13 +181,8 @@ def test_csv_and_compressed_files_are_read_by_name(tmp_path: Path) -> None:
     )
     texts = ["two\nlines", 'said "yes"', "long " * 40_000]
     assert list(TextSource(inputs=(str(tmp_path),)).documents()) == [
-        *texts,
-        *texts,
-        "packed",
-        "plain",
-        "first",
-        "frames",
-    ]
+        *texts, *texts, "packed", "plain", "first", "frames",
+    ]  # fmt: skip
     found = list(RecordSource(inputs=(str(tmp_path / "*[vl].gz"),), kind="labels", output_field="label").records())
     assert [label for _, label in found] == ["1", "0", "1", "3"]
 

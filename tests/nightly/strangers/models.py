@@ -153,14 +153,9 @@ def diffusers_dit() -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
     options = dict(
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        sample_size=8,
-        patch_size=2,
-        num_embeds_ada_norm=10,
+        in_channels=4, out_channels=4, num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=10,
         norm_num_groups=4,
-    )
+    )  # fmt: skip
     model = DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=8, **options)
     for block in model.transformer_blocks:
         block.norm1.emb.class_embedder.dropout_prob = (
@@ -319,15 +314,9 @@ WHISPER = dict(
     pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
 )  # fmt: skip
 MAMBA = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    state_size=4,
-    num_hidden_layers=2,
-    conv_kernel=3,
-    expand=2,
-    time_step_rank=4,
+    vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, conv_kernel=3, expand=2, time_step_rank=4,
     use_cache=False,
-)
+)  # fmt: skip
 WAV2VEC2 = dict(
     vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, conv_dim=(8, 8), conv_stride=(2, 2),
     conv_kernel=(3, 3), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, hidden_dropout=0.0, attention_dropout=0.0,

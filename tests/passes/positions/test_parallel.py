@@ -397,12 +397,8 @@ OWN = {
         "Qwen3Next",
         {
             **dict(
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=8,
+                hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=8,
             ),
             **dict(
                 layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2
@@ -410,7 +406,7 @@ OWN = {
             **dict(linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0, mlp_only_layers=[0, 1]),
         },
     ),
-}
+}  # fmt: skip
 """Models of transformers that attend past its interface, or mix positions beside attention."""
 
 
