@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshpar import FullyShard, ModelLayout, Plan, Replicate
 from meshpar.checkpoints import CheckpointManager
 from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks
+from tests.checkpoints.test_commit import Job
 
 LARGE = 600_000  # complex numbers: more than a tile
 
@@ -101,25 +101,15 @@ def with_buffer(tensor):
     return module
 
 
-class Job:
-    """The part of a Parallelized that checkpoints see."""
-
-    layout, plan, device = ModelLayout(), "a plan", torch.device("cpu")
-
-    def __init__(self, module):
-        self.module = module
-        self.mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-
-
 @pytest.mark.parametrize("message", ODD)
-def test_what_is_no_array_is_refused_by_name(tmp_path, one_process, message):
+def test_what_is_no_array_is_refused_by_name(tmp_path, message):
     job = Job(ODD[message]())
     with pytest.raises(CheckpointError, match=f"a checkpoint stores dense tensors; got {message}; dequantize"):
         CheckpointManager(tmp_path).save(1, job)
     assert CheckpointManager(tmp_path).steps() == []
 
 
-def test_optimizer_state_that_is_no_array_is_refused_by_name(tmp_path, one_process):
+def test_optimizer_state_that_is_no_array_is_refused_by_name(tmp_path):
     job = Job(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(job.module.parameters(), lr=0.1)
     optimizer.state[job.module.weight]["exp_avg"] = scaled()
@@ -127,7 +117,7 @@ def test_optimizer_state_that_is_no_array_is_refused_by_name(tmp_path, one_proce
         CheckpointManager(tmp_path).save(1, job, optimizer)
 
 
-def test_subclasses_with_memory_of_their_own_are_arrays(tmp_path, one_process):
+def test_subclasses_with_memory_of_their_own_are_arrays(tmp_path):
     job = Job(with_buffer(torch.arange(6.0).as_subclass(Marked)))
     CheckpointManager(tmp_path).save(1, job)
     again = Job(with_buffer(torch.zeros(6)))

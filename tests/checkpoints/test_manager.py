@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +18,9 @@ import meshpar
 from meshpar._torch.groups import flattened
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest, verify_files
 from meshpar.checkpoints.format.archive import read_metadata
-from meshpar.core.layout import ModelLayout
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
+from tests.checkpoints.test_commit import Job
 
 ROWS = (12, 10, 6, 5, 1, 0)
 
@@ -49,21 +47,6 @@ class Odd(nn.Module):
 
     def forward(self) -> torch.Tensor:
         return sum(((row * self.scale) ** 2).sum() for row in self.rows) + (self.head.weight**3).sum()
-
-
-@dataclass
-class Job:
-    """The part of a Parallelized that checkpoints see."""
-
-    module: nn.Module
-    mesh: Any
-    layout: ModelLayout = ModelLayout()
-    plan: object = "a plan"
-    device: torch.device = torch.device("cpu")
-    seed: int | None = None
-
-    def manual_seed(self, seed: int) -> None:
-        self.seed = seed
 
 
 def make(kind: str, seed: int) -> Job:

@@ -36,6 +36,7 @@ from meshpar.launchers.export import names_of_ours
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.weights import Rename, Split, Transpose, WeightMap
 from tests.checkpoints.test_commit import Job, linear, stepped
+from tests.support.models_for_parity import Given
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_prune_keeps_the_best_when_told_by_what(run):
 def test_a_model_imported_for_ours_begins_a_run_of_transformers_too(tmp_path):
     config = TransformerConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
     rules, shown = names_of_ours("llama"), Transformer(config)
-    published = rules.publish(_Held(shown.state_dict()))
+    published = rules.publish(Given(shown.state_dict()))
     theirs = {name: torch.empty(shape) for name, shape in published.shapes().items()}
     for name, tensor in theirs.items():
         published.read(name, tuple(slice(0, size) for size in tensor.shape), tensor)
@@ -130,22 +131,6 @@ def test_a_model_imported_for_ours_begins_a_run_of_transformers_too(tmp_path):
     with meshpar.distributed(device_type="cpu"):
         begun = meshpar.Plan("", []).apply(ours, device_type="cpu").materialize(weights=source)
     assert all(torch.equal(tensor, begun.module.state_dict()[name]) for name, tensor in shown.state_dict().items())
-
-
-class _Held:
-    """Tensors in memory as a source of weights."""
-
-    def __init__(self, tensors):
-        self._tensors = tensors
-
-    def shapes(self):
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def dtypes(self):
-        return {name: tensor.dtype for name, tensor in self._tensors.items()}
-
-    def read(self, name, index, out):
-        out.copy_(self._tensors[name][index])
 
 
 def test_an_imported_model_is_restored_and_exported_as_it_came(tmp_path):

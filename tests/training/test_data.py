@@ -539,8 +539,6 @@ def test_workers_change_nothing(tmp_path: Path) -> None:
 
 def test_a_position_in_other_data_is_refused(tmp_path: Path) -> None:
     saved = Batches(PackedTokens(token_file(tmp_path, 100), 4), micro_batch=2).state_dict()
-    with pytest.raises(RecipeError, match=r"position is one in other data .*saved"):
-        Batches(PackedTokens(token_file(tmp_path, 100), 5), micro_batch=2).load_state_dict(saved)
     with pytest.raises(RecipeError, match="seed: saved 0, now 3"):
         Batches(PackedTokens(token_file(tmp_path, 100), 4), micro_batch=2, seed=3).load_state_dict(saved)
 

@@ -22,7 +22,7 @@ from meshpar.training.objectives import (
     freeze,
     teacher_problems,
 )
-from tests.support.models_for_parity import VOCAB, huggingface, transformer
+from tests.support.models_for_parity import VOCAB, Given, huggingface, transformer
 from tests.support.tiers import daily
 
 PLANS: dict[str, tuple[str, list[Any]]] = {
@@ -146,19 +146,6 @@ def test_distillation_equals_one_process_whatever_the_two_plans(name: str, their
     held = sum(meshpar.tensors.placements.local_tensor(parameter).numel() for parameter in par.module.parameters())
     assert held < 0.6 * sum(parameter.numel() for parameter in par.module.parameters()), "the teacher is not split"
     assert trained.data_size in (2, 4)
-
-
-class Given:
-    """Weights in memory as a source."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
-        out.copy_(self.tensors[name][index])
 
 
 def test_a_teacher_that_would_mix_batches_is_refused() -> None:
