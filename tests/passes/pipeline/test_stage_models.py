@@ -387,7 +387,7 @@ def test_two_stages_train_as_one_process(name):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", daily(MODELS, "ViT", "DiT", "UNet"))
+@pytest.mark.parametrize("name", daily(MODELS, "UNet"))
 def test_two_stages_of_two_shards_train_as_one_process(name):
     assert_as_one_process(name, "pp=2,dp_shard=2", [PipelineParallel(), FullyShard()], 2)
 
@@ -400,8 +400,10 @@ OTHERS = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("mesh", OTHERS)
-@pytest.mark.parametrize("name", daily(("ViT", "DiT", "UNet", "flat"), "UNet"))
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    daily([(name, mesh) for name in ("ViT", "DiT", "UNet", "flat") for mesh in OTHERS], ("UNet", "interleaved")),
+)
 def test_other_stages_train_as_one_process(name, mesh):
     axes, passes, ranks = OTHERS[mesh]
     assert_as_one_process(name, axes, passes(), ranks)
