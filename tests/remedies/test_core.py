@@ -32,7 +32,7 @@ from meshpar import (
 from meshpar.core import registry, runtime
 from meshpar.core.passes import held_mesh
 from tests.remedies.rows import Row, Tested, alone
-from tests.support.plans import TwoLayers, problems, transformer
+from tests.support.plans import TwoLayers, problems, shard, transformer
 
 
 @dataclass
@@ -155,26 +155,22 @@ ROWS = [
     Row(
         "a plan's passes are {}; expected a list of passes",
         lambda: problems("dp_shard=2", FullyShard()),
-        {"write Plan(": lambda: problems("dp_shard=2", [FullyShard()])},
+        {"write Plan(": lambda: shard()},
     ),
     Row(
         "the layout is {} of type {}; expected a ModelLayout",
-        lambda: problems("dp_shard=2", [FullyShard()], layout={}),
-        {
-            "write ModelLayout(": lambda: problems(
-                "dp_shard=2", [FullyShard()], layout=ModelLayout(blocks=("layers.*",))
-            )
-        },
+        lambda: shard(layout={}),
+        {"write ModelLayout(": lambda: shard(layout=ModelLayout(blocks=("layers.*",)))},
     ),
     Row(
         "{} is a class, not a pass; expected an object",
         lambda: problems("dp_shard=2", [FullyShard]),
-        {"write {}()": lambda: problems("dp_shard=2", [FullyShard()])},
+        {"write {}()": lambda: shard()},
     ),
     Row(
         "{} is not a pass: {} does not inherit meshpar.Pass",
         lambda: problems("dp_shard=2", ["fsdp"]),
-        {"write an object of a pass, such as": lambda: problems("dp_shard=2", [FullyShard()])},
+        {"write an object of a pass, such as": lambda: shard()},
     ),
     Row(
         "passes are out of order ({}); write {}",
@@ -190,7 +186,7 @@ ROWS = [
         lambda: problems("dp_shard=2", [TensorParallel(), FullyShard()]),
         {
             "add {}=... to the mesh": lambda: problems("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
-            "drop {}": lambda: problems("dp_shard=2", [FullyShard()]),
+            "drop {}": lambda: shard(),
         },
     ),
     Row(
@@ -212,22 +208,18 @@ ROWS = [
         "no installed pass works on {}",
         lambda: problems("halves=2,dp_shard=2", [FullyShard()]),
         {
-            "drop it": lambda: problems("dp_shard=2", [FullyShard()]),
+            "drop it": lambda: shard(),
             "write a pass for it": lambda: problems("halves=2,dp_shard=2", [Halves(), FullyShard()]),
         },
     ),
     Row(
         "the module is already parallelized ({} is a DTensor)",
-        lambda: problems("dp_shard=2", [FullyShard()], applied(transformer())),
-        {
-            "apply a plan once, to a module as it was built": lambda: problems(
-                "dp_shard=2", [FullyShard()], transformer()
-            )
-        },
+        lambda: shard(applied(transformer())),
+        {"apply a plan once, to a module as it was built": lambda: shard(transformer())},
     ),
     Row(
         "{} has a hook on its gradient, which the shards that replace it would not have",
-        lambda: problems("dp_shard=2", [FullyShard()], hooked(TwoLayers())),
+        lambda: shard(hooked(TwoLayers())),
         {
             "register hooks after plan.apply, on the parameters of par.module": lambda: len(
                 list(
@@ -239,41 +231,33 @@ ROWS = [
     ),
     Row(
         "layout.tied says that {} are one tensor, but the model has separate tensors",
-        lambda: problems("dp_shard=2", [FullyShard(blocks=())], TwoLayers(), TIED),
+        lambda: shard(TwoLayers(), TIED, blocks=()),
         {
-            "tie them": lambda: problems("dp_shard=2", [FullyShard(blocks=())], TwoLayers(tied=True), TIED),
-            "drop the entry": lambda: problems("dp_shard=2", [FullyShard(blocks=())], TwoLayers(), UNTIED),
+            "tie them": lambda: shard(TwoLayers(tied=True), TIED, blocks=()),
+            "drop the entry": lambda: shard(TwoLayers(), UNTIED, blocks=()),
         },
     ),
     Row(
         "{} is a {} without a shape yet",
-        lambda: problems("dp_shard=2", [FullyShard()], lazy(forward=False)),
+        lambda: shard(lazy(forward=False)),
         {
-            "run one forward on a CPU before plan.apply": lambda: problems(
-                "dp_shard=2", [FullyShard()], lazy(forward=True)
-            ),
-            "write the module with its sizes": lambda: problems(
-                "dp_shard=2", [FullyShard()], nn.Sequential(nn.Linear(8, 4))
-            ),
+            "run one forward on a CPU before plan.apply": lambda: shard(lazy(forward=True)),
+            "write the module with its sizes": lambda: shard(nn.Sequential(nn.Linear(8, 4))),
         },
     ),
     Row(
         "{} is a TorchScript module",
-        lambda: problems("dp_shard=2", [FullyShard()], nn.Sequential(torch.jit.script(nn.Linear(4, 4)))),
-        {
-            "use the Python module from which it was scripted": lambda: problems(
-                "dp_shard=2", [FullyShard()], nn.Sequential(nn.Linear(4, 4))
-            )
-        },
+        lambda: shard(nn.Sequential(torch.jit.script(nn.Linear(4, 4)))),
+        {"use the Python module from which it was scripted": lambda: shard(nn.Sequential(nn.Linear(4, 4)))},
     ),
     Row(
         "{} has sparse gradients, which no pass reduces",
-        lambda: problems("dp_shard=2", [FullyShard()], embedding(sparse=True)),
-        {"build it with sparse=False": lambda: problems("dp_shard=2", [FullyShard()], embedding(sparse=False))},
+        lambda: shard(embedding(sparse=True)),
+        {"build it with sparse=False": lambda: shard(embedding(sparse=False))},
     ),
     Row(
         "{} has max_norm={}, which writes into its weight in each forward",
-        lambda: problems("dp_shard=2", [FullyShard()], embedding(max_norm=1.0)),
+        lambda: shard(embedding(max_norm=1.0)),
         {"build it with max_norm=None and, after each step, scale the rows": lambda: scaled_rows(sharded=True)},
         result=lambda: scaled_rows(sharded=False),
     ),
@@ -381,7 +365,7 @@ ROWS = [
         lambda: Plan({"dp_shard": 2}, [FullyShard()]),
         {
             "write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2)": lambda: [
-                *problems("dp_shard=2", [FullyShard()]),
+                *shard(),
                 *problems(MeshSpec(dp_shard=2), [FullyShard()]),
             ]
         },
@@ -451,8 +435,8 @@ ROWS = [
     ),
     Row(
         "matches {}, a {}, which is never called",
-        lambda: problems("dp_shard=2", [FullyShard(blocks=("l*",))], TwoLayers()),
-        {"name the modules in it": lambda: problems("dp_shard=2", [FullyShard(blocks=("layers.*",))], TwoLayers())},
+        lambda: shard(TwoLayers(), blocks=("l*",)),
+        {"name the modules in it": lambda: shard(TwoLayers(), blocks=("layers.*",))},
     ),
     Row(
         "{} works block by block, but the layout names no blocks",
@@ -468,8 +452,8 @@ ROWS = [
     ),
     Row(
         "{} matches no module; use a name of the model",
-        lambda: problems("dp_shard=2", [FullyShard()], TwoLayers(), ModelLayout(blocks=("layer.*",))),
-        {"use a name of the model": lambda: problems("dp_shard=2", [FullyShard()], TwoLayers(), UNTIED)},
+        lambda: shard(TwoLayers(), ModelLayout(blocks=("layer.*",))),
+        {"use a name of the model": lambda: shard(TwoLayers(), UNTIED)},
     ),
     Row(
         "there is no module {}; put it next to the recipe",

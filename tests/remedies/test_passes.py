@@ -45,7 +45,7 @@ from tests.passes.pipeline.test_stage_models import (
     Written,
 )
 from tests.remedies.rows import Row, Tested, alone, heard_from, run_together
-from tests.support.plans import TwoLayers, problems, transformer, warned
+from tests.support.plans import TwoLayers, problems, shard, transformer, warned
 
 EP = [ExpertParallel(), FullyShard()]
 EP_MESH = "dp_shard=1,ep=2"
@@ -122,13 +122,11 @@ def lazy_norm(*, forward):
 
 
 def tied(*, blocks):
-    return problems("dp_shard=2", [FullyShard(blocks=blocks)], TwoLayers(tied=True))
+    return shard(TwoLayers(tied=True), blocks=blocks)
 
 
 def mixed(*, cast, blocks=("layers.*",)):
-    return problems(
-        "dp_shard=2",
-        [FullyShard(blocks=blocks)],
+    return shard(
         nn.ModuleDict(
             {
                 "layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(2)),
@@ -136,6 +134,7 @@ def mixed(*, cast, blocks=("layers.*",)):
                 "last": nn.Linear(8, 8),
             }
         ),
+        blocks=blocks,
     )
 
 
@@ -176,7 +175,7 @@ def cut(module, layout=None, **options):
 
 
 def whole(module):
-    return problems("dp_shard=2", [FullyShard()], module)
+    return shard(module)
 
 
 def again():
@@ -226,26 +225,20 @@ ROWS = [
     # Batches
     Row(
         "{} has no number of features yet; run one forward",
-        lambda: problems("dp_shard=2", [FullyShard()], lazy_norm(forward=False)),
+        lambda: shard(lazy_norm(forward=False)),
         {
-            "run one forward before the plan is applied": lambda: problems(
-                "dp_shard=2", [FullyShard()], lazy_norm(forward=True)
-            ),
-            "build it with its num_features": lambda: problems(
-                "dp_shard=2", [FullyShard()], nn.Sequential(nn.BatchNorm1d(8))
-            ),
+            "run one forward before the plan is applied": lambda: shard(lazy_norm(forward=True)),
+            "build it with its num_features": lambda: shard(nn.Sequential(nn.BatchNorm1d(8))),
         },
     ),
     Row(
         "{} is a batch norm with a forward of its own",
-        lambda: problems("dp_shard=2", [FullyShard()], nn.Sequential(OwnNorm(8))),
+        lambda: shard(nn.Sequential(OwnNorm(8))),
         {
-            "use torch's BatchNorm and move the rest of that forward": lambda: problems(
-                "dp_shard=2", [FullyShard()], nn.Sequential(nn.BatchNorm1d(8), nn.Identity())
+            "use torch's BatchNorm and move the rest of that forward": lambda: shard(
+                nn.Sequential(nn.BatchNorm1d(8), nn.Identity())
             ),
-            "use a norm that does not work across the batch": lambda: problems(
-                "dp_shard=2", [FullyShard()], nn.Sequential(nn.LayerNorm(8))
-            ),
+            "use a norm that does not work across the batch": lambda: shard(nn.Sequential(nn.LayerNorm(8))),
         },
     ),
     Row(
@@ -263,8 +256,8 @@ ROWS = [
     # Sharding
     Row(
         "{}({}={}) is not a floating dtype",
-        lambda: problems("dp_shard=2", [FullyShard(param_dtype=torch.int8)]),
-        {"use one of {}": lambda: problems("dp_shard=2", [FullyShard(param_dtype=torch.bfloat16)])},
+        lambda: shard(param_dtype=torch.int8),
+        {"use one of {}": lambda: shard(param_dtype=torch.bfloat16)},
     ),
     Row(
         "{}(reshard_after_forward={}) must be a divisor of dp_shard={}",
@@ -278,13 +271,8 @@ ROWS = [
     ),
     Row(
         "{}(offload={}) is not known",
-        lambda: problems("dp_shard=2", [FullyShard(offload="disk")]),
-        {
-            "use 'cpu' or None": lambda: [
-                *problems("dp_shard=2", [FullyShard(offload="cpu")]),
-                *problems("dp_shard=2", [FullyShard(offload=None)]),
-            ]
-        },
+        lambda: shard(offload="disk"),
+        {"use 'cpu' or None": lambda: [*shard(offload="cpu"), *shard(offload=None)]},
     ),
     Row(
         "{}(optimizer={}) is not known; use 'replica' or 'world'",
@@ -373,7 +361,7 @@ ROWS = [
                 nn.ModuleDict({"attn": Attention(), "head": nn.Linear(8, 8)}),
                 ModelLayout(attention=("attn",)),
             ),
-            "drop ContextParallel": lambda: problems("dp_shard=2", [FullyShard()], TwoLayers()),
+            "drop ContextParallel": lambda: shard(TwoLayers()),
         },
     ),
     # Experts
@@ -398,7 +386,7 @@ ROWS = [
                 *problems(EP_MESH, EP, shared_experts(), OWN),
                 *own(),
             ],
-            "use a mesh without ep": lambda: problems("dp_shard=2", [FullyShard()], Tied(), OWN),
+            "use a mesh without ep": lambda: shard(Tied(), OWN),
         },
     ),
     Row(
@@ -406,9 +394,7 @@ ROWS = [
         lambda: problems(EP_MESH, EP, OwnMixture(), ModelLayout(experts=("layers",))),
         {
             "stack them": lambda: own(),
-            "use a mesh without ep": lambda: problems(
-                "dp_shard=2", [FullyShard()], OwnMixture(), ModelLayout(experts=("layers",))
-            ),
+            "use a mesh without ep": lambda: shard(OwnMixture(), ModelLayout(experts=("layers",))),
         },
     ),
     Row(
@@ -429,9 +415,7 @@ ROWS = [
         "take it out of ModelLayout.experts, or use a mesh without ep",
         lambda: own(Dense),
         {
-            "take it out of ModelLayout.experts": lambda: problems(
-                "dp_shard=2", [FullyShard()], OwnMixture(Dense), ModelLayout()
-            ),
+            "take it out of ModelLayout.experts": lambda: shard(OwnMixture(Dense), ModelLayout()),
             "use a mesh without ep": lambda: without_ep(Dense),
         },
     ),
@@ -616,7 +600,7 @@ ROWS = [
         {
             "give linear layers and embeddings among them a style": lambda: heard_of(large(embed="vocab")),
             "None to what is meant to stay whole": lambda: heard_of(large(embed=None)),
-            "use data axes instead of tp": lambda: problems("dp_shard=2", [FullyShard()], Projections()),
+            "use data axes instead of tp": lambda: shard(Projections()),
         },
     ),
     Row(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshpar import MeshSpec, ModelLayout, Pass, Plan, PlanError
+from meshpar import FullyShard, MeshSpec, ModelLayout, Pass, Plan, PlanError
 from meshpar.core import runtime
 from meshpar.models import Transformer
 from tests.support import models_for_parity
@@ -48,6 +48,11 @@ def problems(
     except PlanError as error:
         return error.problems
     return ()
+
+
+def shard(module: nn.Module | None = None, layout: ModelLayout | None = None, **options: Any) -> tuple[str, ...]:
+    """Return what is wrong with a model, or with options of :class:`FullyShard`, on two ranks."""
+    return problems("dp_shard=2", [FullyShard(**options)], module, layout)
 
 
 def warned(mesh: str | MeshSpec, passes: Sequence[Pass], module: nn.Module | None = None, **options: Any) -> tuple[()]:
