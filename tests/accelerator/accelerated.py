@@ -1,7 +1,5 @@
 """An accelerator's branches with real numbers on CPUs: each backward runs in a thread of its own."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

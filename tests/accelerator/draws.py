@@ -1,7 +1,5 @@
 """A generator of the simulated device that is drawn from, and a dispatch mode that records each draw."""
 
-from __future__ import annotations
-
 from typing import Any, final
 
 import torch

@@ -1,7 +1,5 @@
 """Accesses of one memory by two unordered streams, found by the event handler of torch's CUDA sanitizer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from types import SimpleNamespace

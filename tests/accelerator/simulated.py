@@ -1,7 +1,5 @@
 """A process with a simulated accelerator: tensors without values; streams and generators are Python's."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

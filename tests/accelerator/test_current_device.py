@@ -1,7 +1,5 @@
 """The device that a rank computes on is the current one before anything is allocated there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

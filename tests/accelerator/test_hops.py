@@ -1,7 +1,5 @@
 """Hosts of thousands of ranks exchange small things in a few hops, whatever their number."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

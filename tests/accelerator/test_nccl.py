@@ -1,7 +1,5 @@
 """A train step of every kind of plan keeps NCCL's rules; controls show that each rule is asked."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

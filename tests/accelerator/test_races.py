@@ -1,7 +1,5 @@
 """Streams of a train step access one memory in an order that events or waits keep."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

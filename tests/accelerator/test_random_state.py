@@ -1,7 +1,5 @@
 """The random state of an accelerator: drawn from, restored and compared."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """No schedule of stages waits for itself under NCCL's rules: stages are threads that take turns."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A backward in a thread of its own finds what the user and the library set for the forward."""
 
-from __future__ import annotations
-
 import threading
 from contextvars import ContextVar
 

@@ -1,7 +1,5 @@
 """Where a train step waits for the device, or for other hosts: at the places listed here and no others."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from unittest import mock

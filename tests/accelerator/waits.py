@@ -1,7 +1,5 @@
 """A dispatch mode that finds where the host waits for the device, or for other hosts."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

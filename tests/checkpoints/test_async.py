@@ -1,7 +1,5 @@
 """Asynchronous saves: what is committed is the moment of save(), and what goes wrong is heard."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

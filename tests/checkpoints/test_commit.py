@@ -1,7 +1,5 @@
 """A step is whole or it is not there: failures, kills, retention, damage, and checkpoints that do not fit."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

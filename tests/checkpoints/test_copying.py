@@ -1,7 +1,5 @@
 """Copies from file to file: the same bytes in every way, checked, and the cheapest way is found."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

@@ -1,7 +1,5 @@
 """Damage and attacks: whatever byte differs is found, named with its tensor, and nothing that a file says is run."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Saves and restores of tensors on an accelerator, without one: copies, waits, pinned memory, order."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from contextlib import nullcontext, suppress

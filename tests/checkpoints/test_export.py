@@ -1,7 +1,5 @@
 """Export: what was trained on a mesh is what safetensors and transformers load."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """An export is whole: the tokenizer, chat template and end of turn of its run, and `meshpar generate` accepts it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints of other programs: read as weights, or refused by the format's name."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Where a checkpoint or an export goes, and which step it is, is checked before anything is touched."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

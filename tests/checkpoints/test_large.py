@@ -1,7 +1,5 @@
 """Tensors and files of over 4 GiB, past an archive's 32 bits, as sparse files."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 

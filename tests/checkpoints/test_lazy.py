@@ -1,7 +1,5 @@
 """Views that torch resolves on reading come back equal, and what is no array is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

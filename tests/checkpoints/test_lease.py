@@ -1,7 +1,5 @@
 """A run's folder has one writer: a second one is told who it is, and a dead one does not hold the folder for ever."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """CheckpointManager: what was saved on one mesh is restored on any, bit for bit, or refused as a whole."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 

@@ -1,7 +1,5 @@
 """The stream of a live job's weights has the names, order and bytes of its export."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Quantised exports: their bytes against NumPy, and what transformers computes with them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """What people do with checkpoints: list, show, verify, compare, pin, prune, import."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """WeightMap: one table, both ways."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """The documentation: its links lead somewhere; every public name has a docstring and a place in the reference."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

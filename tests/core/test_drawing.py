@@ -1,7 +1,5 @@
 """Drawings of meshes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """Without the packages of an extra: the core imports whole, and what needs one of them names the extra."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The guide: its examples run, before and after print the same, and its errors are in the source."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

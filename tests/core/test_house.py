@@ -1,7 +1,5 @@
 """Rules of the house, read from the source."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import gc

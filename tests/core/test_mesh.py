@@ -1,7 +1,5 @@
 """MeshSpec: reading, order, sizes, topology."""
 
-from __future__ import annotations
-
 import pickle
 from datetime import timedelta
 

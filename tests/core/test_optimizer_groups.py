@@ -1,7 +1,5 @@
 """An optimizer's settings go by parameter, so that a checkpoint of one mesh fits any other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Classes of the user's own in a recipe are checked, described, forecast and trained as meshpar's own."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

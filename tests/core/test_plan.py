@@ -1,7 +1,5 @@
 """Plan.check finds every fault, says what to do, and touches nothing."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Passes and layouts from other packages come in by entry point, through the door that the project's own use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The process group of a script: closed where its block ends, or with the process; what leaves it says what helps."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

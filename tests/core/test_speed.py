@@ -1,7 +1,5 @@
 """A step compiles nothing twice and does not hold the host."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Loops that change a parallel module after plan.apply are exact, or refused in the same step."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

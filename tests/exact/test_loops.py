@@ -1,7 +1,5 @@
 """Every habit of a training loop is exact or refused under every plan, as docs/loops.md says."""
 
-from __future__ import annotations
-
 import pytest
 
 from meshpar._torch import BEFORE_2_13

@@ -1,7 +1,5 @@
 """The forecast: closed forms, probes scaled to full depth, time of trace and hardware, what a plan pays for."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What `meshpar plan` replays of a recipe is what its job does: objectives, adapters, teachers, reductions, experts."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace

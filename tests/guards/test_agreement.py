@@ -1,7 +1,5 @@
 """``Plan(guards=...)``: what ranks compare in every step, in the first steps, or never."""
 
-from __future__ import annotations
-
 from importlib.metadata import EntryPoint
 
 import pytest

@@ -1,7 +1,5 @@
 """Operators on a parallel module's parameters: the error's words are exact where they are followed."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """kill -9 of any rank while saving loses no committed step; ``MESHPAR_CRASH_KILLS=200`` is the long run."""
 
-from __future__ import annotations
-
 import faulthandler
 import itertools
 import json

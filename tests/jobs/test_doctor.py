@@ -1,7 +1,5 @@
 """The doctor: what it finds, and that it ends when a rank does not come."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """The examples run as the README shows them, and say the same on every mesh."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

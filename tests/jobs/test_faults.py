@@ -1,7 +1,5 @@
 """After each fault beside training the last step that was due is restored bitwise."""
 
-from __future__ import annotations
-
 import re
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """The five jobs' recipes in short form, on small data of a user's own; docs/jobs.md has the long ones."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

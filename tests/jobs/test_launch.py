@@ -1,7 +1,5 @@
 """meshpar launch: what is rendered, that the engines' own schemas take it, and that its commands run as two hosts."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import importlib

@@ -1,7 +1,5 @@
 """The main job by the command line: train, stop by signal, resume on this mesh and another, export, load."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """The nodes of a replica start together, end together, and notice each other's loss in bounded time."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Iterator

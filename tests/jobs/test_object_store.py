@@ -1,7 +1,5 @@
 """Runs in an object store: committed once, restored on any mesh, and equal to a disk's."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

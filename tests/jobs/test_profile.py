@@ -1,7 +1,5 @@
 """Profiles: through the command line on two processes, and what the summary makes of a trace."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

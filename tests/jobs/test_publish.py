@@ -1,7 +1,5 @@
 """An export is measured, pushed with its card, and made beside a running job."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The quickstart, short: every step of it really happens, and what it prints is true."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

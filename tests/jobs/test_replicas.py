@@ -1,7 +1,5 @@
 """Replicas are lost and come back: each token counts once; ``benchmarks/replicas.py`` draws more faults."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

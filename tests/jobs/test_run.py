@@ -1,7 +1,5 @@
 """meshpar run: exit codes, one traceback, logs, restarts, and nothing left running."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

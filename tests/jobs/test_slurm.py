@@ -1,7 +1,5 @@
 """Rendered batch scripts on a real SLURM: two nodes, two ranks each. Skipped, with the reason, where it cannot run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

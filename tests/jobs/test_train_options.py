@@ -1,7 +1,5 @@
 """Around a run: the largest micro-batch, the forecast beside the first steps, the objective's options."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

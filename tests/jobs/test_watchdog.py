@@ -1,7 +1,5 @@
 """The watchdog: a job that stands still ends within a bound, and names who did not arrive."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """meshpar check refuses what train would refuse, without a traceback and with the place in the recipe."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

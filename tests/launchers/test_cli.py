@@ -1,7 +1,5 @@
 """The command line: quick help, one clear message for an error, and looking without running."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

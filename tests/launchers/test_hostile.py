@@ -1,7 +1,5 @@
 """Files of strangers are read or refused; ``benchmarks/fuzz_hostile.py --seeds 0:2000`` is the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

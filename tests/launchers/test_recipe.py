@@ -1,7 +1,5 @@
 """Recipes: every fault at once, with file, line, path and the nearest name; resolved text reads back."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

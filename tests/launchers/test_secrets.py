@@ -1,7 +1,5 @@
 """A planted credential is refused where a recipe or a job file would keep it, and is in no file, card, fact or message."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

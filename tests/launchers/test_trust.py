@@ -1,7 +1,5 @@
 """Recipes, launch files and configs are data: a command that only looks imports and calls nothing they name."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

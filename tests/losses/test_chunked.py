@@ -1,7 +1,5 @@
 """The chunked loss: the plain one's value and gradients, on any mesh, in a fraction of its memory."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Log-probabilities and entropies of tokens: one process's values and gradients, on any mesh."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

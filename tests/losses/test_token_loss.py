@@ -1,7 +1,5 @@
 """The token loss is torch's cross entropy, value and gradient, in the dtype and memory that it promises."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

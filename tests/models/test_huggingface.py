@@ -1,7 +1,5 @@
 """The Hugging Face adapter: what it reads from transformers' models, without running them on a mesh."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

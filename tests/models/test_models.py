@@ -1,7 +1,5 @@
 """The reference models against transformers' own, on equal weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A sample of architectures under every plan; ``benchmarks/architectures.py`` runs them all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Eight ranks equal one process: three axes at a time, and slices that are empty on some ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The simulated step against real gloo jobs: what is planned is what runs."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

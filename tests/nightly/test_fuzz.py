@@ -1,7 +1,5 @@
 """Random models, plans and loops against one process, a sample; ``benchmarks/fuzz.py`` runs thousands."""
 
-from __future__ import annotations
-
 from queue import SimpleQueue
 
 import fuzz

@@ -1,7 +1,5 @@
 """A sample of drawn loops that change a parallel module; ``benchmarks/fuzz_after_apply.py`` runs thousands."""
 
-from __future__ import annotations
-
 import fuzz_after_apply as fuzz
 import fuzz_pool
 import pytest

@@ -1,7 +1,5 @@
 """Drawn loops over stages, a sample; ``benchmarks/fuzz_pipelines.py`` runs thousands."""
 
-from __future__ import annotations
-
 import fuzz_pipelines as fuzz
 import fuzz_pool
 import pytest

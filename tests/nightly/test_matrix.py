@@ -1,7 +1,5 @@
 """What any mesh of 2, 4 or 8 ranks saves, any mesh and one process restore, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps saved under one torch load bit for bit under those of ``MESHPAR_TORCHES``, also by ``dcp.load``."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The same gradients on every mesh: what an optimizer makes of them has to have the same bits."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 

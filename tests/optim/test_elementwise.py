@@ -1,7 +1,5 @@
 """Which optimizers step shards as they step whole tensors, by a test of the rule."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

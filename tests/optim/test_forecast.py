@@ -1,7 +1,5 @@
 """The forecast of an optimizer's state has the bytes that a rank holds."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

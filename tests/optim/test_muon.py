@@ -1,7 +1,5 @@
 """Muon: ten steps on a mesh equal torch.optim.Muon and torch.optim.AdamW in one process."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from unittest import mock

@@ -1,7 +1,5 @@
 """SmallAdamW: given the same gradients, weights and states have the same bits on every mesh."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

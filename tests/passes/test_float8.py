@@ -1,7 +1,5 @@
 """Float8 through torchao: refused where it cannot run, and by emulation the same on a mesh as in one process."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

@@ -1,7 +1,5 @@
 """The gradient norm of each module, in the exchange of the joint norm, equals that of one process."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The knobs of the passes against one process, sizes that do not divide, compiled, and mixed precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

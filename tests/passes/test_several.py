@@ -1,7 +1,5 @@
 """Several models in one process: each plan has communicators of its own."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

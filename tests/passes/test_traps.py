@@ -1,7 +1,5 @@
 """The known traps of torch, each with a test that fails without its cure."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

@@ -1,7 +1,5 @@
 """Signals and output that may end before the process does."""
 
-from __future__ import annotations
-
 import io
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Loops for rows of `exact`: what ranks do alike, forwards and backwards, hooks, optimizers, and changes of a parallel module."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from unittest import mock

@@ -1,7 +1,5 @@
 """Models for rows of `exact`: those whose errors are explained, and those of which ranks have positions."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

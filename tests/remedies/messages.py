@@ -1,7 +1,5 @@
 """Every message of the source that prints a remedy, read by ``ast``: nothing is imported."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

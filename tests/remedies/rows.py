@@ -18,8 +18,6 @@ To add rows: ``python -m tests.remedies.table`` prints what is untried; write a 
 ``tests/core/test_house.py``. Remedies that no test can apply are kinds of ``OUTSIDE`` in ``table.py``, each with its reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re

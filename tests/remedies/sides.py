@@ -1,7 +1,5 @@
 """What rows about loops share: a loop on the ranks of a plan, and the same loop in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

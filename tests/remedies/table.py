@@ -1,7 +1,5 @@
 """The table of remedies against the source: what no row tries, two rows try, or matches nothing."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Rows of `checkpoints` but for its exports (`test_exports.py`): see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

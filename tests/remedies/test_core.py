@@ -1,7 +1,5 @@
 """Rows of `core`: see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

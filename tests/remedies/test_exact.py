@@ -1,7 +1,5 @@
 """Rows of `exact`: see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Rows of the exports of `checkpoints`: see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rows of `forecasting`: see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Rows of `passes` about what ranks meet in a forward or a step (`tests/remedies/rows.py`)."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from unittest import mock

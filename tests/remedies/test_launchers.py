@@ -1,7 +1,5 @@
 """Rows of `launchers`: see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 import copy
 import os
 import socket

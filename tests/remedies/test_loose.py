@@ -1,7 +1,5 @@
 """Rows of the loose files of `meshpar`, and of its small rooms: see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of `models`: see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

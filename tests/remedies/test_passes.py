@@ -1,7 +1,5 @@
 """Rows of `passes`: see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of `launchers`: what starts, trains, exports and generates; see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import io
 import json

@@ -1,7 +1,5 @@
 """Rows of `state`: see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

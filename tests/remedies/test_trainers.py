@@ -1,7 +1,5 @@
 """Rows of `training` about what trains: loops, objectives, adapters, groups of parameters (`tests/remedies/rows.py`)."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import os

@@ -1,7 +1,5 @@
 """Rows of `training`: see `tests/remedies/rows.py`."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

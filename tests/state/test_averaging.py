@@ -1,7 +1,5 @@
 """The average of a parallel module equals AveragedModel in one process, is swapped exactly, saved by shards."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

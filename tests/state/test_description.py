@@ -1,7 +1,5 @@
 """What a plan says that a rank will hold is what it holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

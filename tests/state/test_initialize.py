@@ -1,7 +1,5 @@
 """Weights from files: what the model lacks, and what would lose its meaning, is refused unless it is asked for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

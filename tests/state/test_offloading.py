@@ -1,7 +1,5 @@
 """Memory that a parallel module lends comes back with its values, bit for bit."""
 
-from __future__ import annotations
-
 import gc
 import time
 

@@ -1,7 +1,5 @@
 """Calls other than ``module(x)``: ``forward``, inference mode, ``torch.compile``; and a plan without passes."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

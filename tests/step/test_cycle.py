@@ -1,7 +1,5 @@
 """Blocks and layers that are called otherwise than each once on every rank: exact, or refused where it happens."""
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

@@ -1,7 +1,5 @@
 """Azure Blob Storage on loopback: Azurite, Microsoft's emulator, which npm installs (``make lab``) and Node runs."""
 
-from __future__ import annotations
-
 import base64
 import datetime
 import hashlib

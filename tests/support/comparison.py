@@ -1,7 +1,5 @@
 """The one measure of how far values of ranks are from one process, for tables, fuzzers and strangers."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Faults beside a small job, as a table: ``python -m tests.support.faults FOLDER [NAME ...]``."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """fake-gcs-server, with a :class:`Translator` from the XML API of obstore to the JSON API that it speaks."""
 
-from __future__ import annotations
-
 import http.client
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """What the house's rules look for in the source: modules, imports, constants, and the counts that may only fall."""
 
-from __future__ import annotations
-
 import ast
 import collections
 import functools

@@ -1,7 +1,5 @@
 """What ordinary training loops do, a function a habit, the same in one process and on a plan's ranks."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

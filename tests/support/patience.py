@@ -1,7 +1,5 @@
 """How long tests wait: bounds are written for a quiet machine, and are as much longer as this machine is slower now."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

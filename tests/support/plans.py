@@ -1,7 +1,5 @@
 """What rows about plans share: small models, the problems of a plan, and a training that two meshes have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

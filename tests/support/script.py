@@ -1,7 +1,5 @@
 """Run a script: ``python -m tests.support.script FILE`` does what ``python FILE`` does, and tests fork it warm."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 

@@ -1,7 +1,5 @@
 """Training over stages against one process: micro-batches of different sizes and lengths, and the models."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

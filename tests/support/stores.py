@@ -1,7 +1,5 @@
 """The object stores to test with: servers on loopback that speak S3, Azure Blob Storage and Google Cloud Storage."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which cases of a claim ``make test`` runs: one of each kind; ``make test-all`` runs every one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

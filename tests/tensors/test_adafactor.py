@@ -1,7 +1,5 @@
 """``torch.optim.Adafactor`` on sharded parameters: norms, row and column factors are those of the whole parameters."""
 
-from __future__ import annotations
-
 import functools
 import io
 

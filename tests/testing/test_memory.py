@@ -1,7 +1,5 @@
 """A rank holds what the description says and nothing else, after every verb."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Training under a plan equals training in one process: losses, gradients, norms and weights over three AdamW steps."""
 
-from __future__ import annotations
-
 import functools
 import os
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Conversations: templates, which tokens count, and what is refused; packing that cuts none; tables by columns."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

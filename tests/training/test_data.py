@@ -1,7 +1,5 @@
 """Text to batches: tokenizers, token files, and every token once an epoch on any mesh."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import inspect

@@ -1,7 +1,5 @@
 """Documents of a packed row do not see each other, and a model that lets them is refused before the first step."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from dataclasses import replace

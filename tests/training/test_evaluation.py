@@ -1,7 +1,5 @@
 """Evaluations in the job: multiple choice, samples, the harness; and the loop that makes them."""
 
-from __future__ import annotations
-
 import copy
 import json
 from importlib.util import find_spec

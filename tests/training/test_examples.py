@@ -1,7 +1,5 @@
 """Pairs and labels: read from JSON lines and from the standard library, prepared once, padded into batches."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

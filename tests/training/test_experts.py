@@ -1,7 +1,5 @@
 """The load of experts: balanced by a bias or by a loss as in one process on every mesh, and what a run says of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Generate and score in the job: tokens of the sharded model equal those of transformers' own."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

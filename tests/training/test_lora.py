@@ -1,7 +1,5 @@
 """Adapters under a plan equal one process; they alone are trained and saved; the merged export is peft's own merge."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

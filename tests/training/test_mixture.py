@@ -1,7 +1,5 @@
 """Mixtures: each source has its share, in one order on any number of ranks and across stops."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

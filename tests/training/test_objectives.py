@@ -1,7 +1,5 @@
 """Objectives: losses are sums, and come in through the plugins' door."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Objectives under a plan equal one process, over uneven ranks and micro-batches; a teacher has a plan of its own."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a replica does next, as a table: nothing runs here."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Trackers: what is sent to them, and what becomes of one that is slow, down, full or gone."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The loop and its parts: schedules, AdamW's groups, the scaler, metrics, stopping, and resuming bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

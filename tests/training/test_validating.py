@@ -1,7 +1,5 @@
 """Work beside the training: what is due is saved before it, and nothing in it ends or delays a run."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

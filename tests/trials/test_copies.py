@@ -1,7 +1,5 @@
 """Copies of blocks have all that a forward writes to themselves; what cannot be copied is named before."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import queue

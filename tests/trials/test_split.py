@@ -1,7 +1,5 @@
 """The split tries itself: in the first step, without any guard of a single case, it finds what a split gets wrong."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """What is claimed of every model: training, evaluation, checkpoints and exports equal one process."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib

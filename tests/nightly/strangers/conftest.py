@@ -1,7 +1,5 @@
 """What the strangers' ranks need before they are forked."""
 
-from __future__ import annotations
-
 from meshpar.testing import PRELOAD
 from tests.nightly.strangers import vision_operators
 

@@ -1,7 +1,5 @@
 """Models of other people, tiny and random: how each is built, fed and entered, with a layout at most."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Models of other libraries in two lines; without ``-m`` a few under FSDP and Replicate."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """torchvision built for CUDA beside a torch for the CPU: without its operators nothing that imports it works."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batch norm under data parallelism equals one process: loss, gradients, weights, running statistics."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients on a CPU are reduced by all-to-alls, to what a reduce-scatter gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

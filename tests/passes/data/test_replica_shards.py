@@ -1,7 +1,5 @@
 """HybridShard(optimizer="world"): training equals one process, and each rank trains a slice that no other rank has."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Large embeddings and heads are units of their own, shown on small ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule

@@ -1,7 +1,5 @@
 """Blocks whose outputs some ranks drop (LayerDrop): their gradients count as zero there, in order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """ExpertParallel: whole experts on each rank, tokens that travel to them, and the numbers of one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Pipeline parallelism: loss, gradients, norm and weights are one process's, whatever a stage holds."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """Stages with every kind of axis inside them, and every schedule, against one process."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Habits of loops over stages: exact as one process, or refused on all stages in the step in which they happen."""
 
-from __future__ import annotations
-
 import io
 import math
 import zlib

@@ -1,7 +1,5 @@
 """Models of images, latents and timesteps over stages, as people write them, against one process in float64."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

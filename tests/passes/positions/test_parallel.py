@@ -1,7 +1,5 @@
 """ContextParallel: a part of every sequence on each rank, with the numbers of one process."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
