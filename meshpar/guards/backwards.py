@@ -51,7 +51,7 @@ class Backwards(Guard):
         """Refuse parameters that somebody changed between a forward and its backward, which gathers them once more."""
         if not self._units.modules:
             return
-        turned = self._units.turned()
+        turned = self._units.backwards.turned()
         if (turned is None and _written_since(self._versions) is None) or not reaches():
             return
         if turned is not None:
@@ -81,7 +81,7 @@ class Backwards(Guard):
 
     def end_backward(self, *, reduces: bool) -> None:
         """Refuse parameters and gathered weights that were written meanwhile."""
-        if (name := self._units.take_lost()) is not None:
+        if (name := self._units.writes.take_lost()) is not None:
             raise MeshparError(
                 f"{name} was written in a backward, by a hook; write after it, outside of the module's calls"
             )

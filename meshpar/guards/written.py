@@ -44,11 +44,11 @@ class WrittenInForward(Guard):
 
     @eager
     def _gathered(self, unit: nn.Module, args: object) -> None:
-        self._units.remember(unit)
+        self._units.writes.keep_gathered(unit)
 
     @eager
     def _before_freed(self, unit: nn.Module, args: object, output: object) -> None:
-        if name := self._units.written(unit, look=self._looks.first(self._names[unit])):
+        if name := self._units.writes.written_in_forward(unit, look=self._looks.first(self._names[unit])):
             refuse_written(name)
 
 

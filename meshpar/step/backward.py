@@ -28,7 +28,7 @@ class Backward:
         self._runs = self._reached_output = False
         self.reducing = True
         self.entrances = Entrances(self._enter)
-        units.watch(self.expect_end)
+        units.backwards.watch(self.expect_end)
 
     def mark(self) -> None:
         """Mark the shards, and average gradients that reach them from outside of a call, as by ``full_tensor()``."""
@@ -37,7 +37,7 @@ class Backward:
 
     def _reach_outside(self, parameter: nn.Parameter) -> None:
         self.expect_end()
-        self._units.use(parameter)
+        self._units.backwards.use(parameter)
 
     def after_forward(self, output: object) -> None:
         """Notice the backwards that come to the output of a call."""
@@ -53,7 +53,7 @@ class Backward:
         if in_backward():
             return
         if self._units.modules:
-            self._units.expect(self.entrances.look(roots))
+            self._units.backwards.expect(self.entrances.look(roots))
         reaches = functools.cache(functools.partial(self.entrances.reached, roots))
         for moment in self._moments():
             moment.before_backward(roots, reaches=reaches)
@@ -72,7 +72,7 @@ class Backward:
         for moment in self._moments():
             moment.begin_backward(None)
         self.expect_end()
-        self._units.enters_backward(unit)
+        self._units.backwards.enter(unit)
         self._units.show(unit)
 
     def expect_end(self) -> None:
@@ -103,7 +103,7 @@ class Backward:
             moment.end_backward(reduces=reduces)
         if not reduces:
             return
-        unused = self._units.take_filled()
+        unused = self._units.backwards.take_unused()
         for moment in self._moments():
             unused += moment.reduce()
         if any(parameter.grad is not None for parameter in self._module.parameters()):

@@ -15,7 +15,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from meshpar._torch.autograd import Node, next_node
-from meshpar._torch.units import UnitRun
+from meshpar._torch.unit_backwards import UnitRun
 from meshpar.core.errors import MeshparError
 from meshpar.tensors.pytrees import leaves
 

@@ -92,13 +92,13 @@ class GatheredWeights(Moment):
         """Keep or let go of what a call has gathered."""
         if torch.is_grad_enabled():
             if self._goes_on is not None:
-                self._units.keep()
+                self._units.writes.keep_shards()
             return
         if self._slices is not None:
             # an evaluation's weights may be swapped back before the backward of an earlier forward
             self._slices.changed()
         if self._evaluates:
-            self._units.keep()
+            self._units.writes.keep_shards()
             self._kept = True
         else:
             self._units.release(leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor))
@@ -119,7 +119,7 @@ class GatheredWeights(Moment):
     def _serves(self) -> bool:
         """Return whether what the last forward left gathered serves the next. Collective between evaluations."""
         if self._goes_on is not None and self._goes_on() and torch.is_grad_enabled():
-            if (name := self._units.written_since_kept()) is not None:
+            if (name := self._units.writes.written_shard()) is not None:
                 raise MeshparError(
                     f"{name} was written between two micro-batches of a step, which share gathered weights; write "
                     "after par.backward"
@@ -128,7 +128,7 @@ class GatheredWeights(Moment):
         were_kept, self._kept = self._kept, False
         if not were_kept or torch.is_grad_enabled() or self._module.training:
             return False
-        same = self._units.unwritten()
+        same = self._units.writes.shards_agree()
         wrote = same is None or (not runtime.queues(same.device) and not same)
         if not all(self._agree("a forward of the module", [int(wrote)])) or wrote:
             return False

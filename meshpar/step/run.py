@@ -181,7 +181,7 @@ class Run:
             moment.before_unit(name, unit)
         self.units.show(unit)
         if torch.is_grad_enabled() and not in_backward():
-            self.units.runs(unit)
+            self.units.backwards.run(unit)
             self.backward.entrances.opens(unit)
 
     @eager
