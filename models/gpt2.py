@@ -1,11 +1,7 @@
-"""GPT2: the 124M model of Radford et al. (2019), with the parameter names and shapes of transformers'
-``GPT2LMHeadModel``.
+"""GPT2: the 124M model of Radford et al. (2019), whose state dict is that of transformers' ``GPT2LMHeadModel``.
 
-A state dict of either loads into the other without a mapping: ``Conv1D`` stores weights as (in, out), one projection
-computes queries, keys and values, and the head is the token embedding.
-
-Shape suffixes: B batch, L sequence, D model, H heads, C channels of a head, F hidden, V vocabulary. A suffix names the
-logical dim: under tensor parallelism H, F and V are this rank's part.
+Shape suffixes: B batch, L sequence, D model, H heads, C channels of a head, F hidden, V vocabulary. Under tensor
+parallelism H, F and V are this rank's part.
 """
 
 from __future__ import annotations

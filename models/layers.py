@@ -1,5 +1,4 @@
-"""Parts of the reference models: their output, leaf modules that they share, and a mixture of experts in the place of a
-feed-forward layer.
+"""Parts of the reference models: output, leaf modules, and a mixture of experts in place of a feed-forward layer.
 
 Shape suffixes: N tokens, D model, E experts, K experts of a token, R = N x K rows, F hidden.
 """
@@ -32,18 +31,14 @@ class ModelOutput(NamedTuple):
 
 
 def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
-    """Return the mean loss of predicting ``labels[:, i + 1]`` at position ``i`` (transformers' convention; -100 is
-    not counted).
-    """
+    """Return the mean loss of predicting ``labels[:, i + 1]`` at position ``i``, as transformers does."""
     # Moving the labels rather than the logits saves a copy of the largest tensor of the model.
     next_BL = F.pad(labels_BL[:, 1:], (0, 1), value=IGNORE_INDEX)
     return token_loss(logits_BLV, next_BL, reduction="mean")
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` whose weight is initialised from a normal distribution of standard deviation ``std``, and its
-    bias to zero.
-    """
+    """``nn.Linear`` with weights drawn from a normal distribution of standard deviation ``std``, and a bias of zero."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02) -> None:
         self.std = std
@@ -65,11 +60,7 @@ class Embedding(nn.Embedding):
 
 
 def positions_of(input_ids_BL: Tensor, limit: int) -> Tensor:
-    """Return the positions 0 .. L-1 as (1, L) int64.
-
-    Raises:
-        ValueError: L is larger than ``limit``.
-    """
+    """Return the positions 0 .. L-1 as (1, L) int64; raises ValueError if L is larger than ``limit``."""
     length = input_ids_BL.shape[1]
     if length > limit:
         raise ValueError(
@@ -83,9 +74,8 @@ def positions_of(input_ids_BL: Tensor, limit: int) -> Tensor:
 class Mixture(nn.Module):
     """A router and its experts: each token is the weighted sum of the ``top`` experts that its router prefers.
 
-    With a ``shared`` layer, which computes every token, the router scores experts by sigmoids, and ``bias`` (E,) is
-    added to choose experts and not to weigh them (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Training moves it
-    without gradients.
+    With a ``shared`` layer for every token the router scores by sigmoids, and ``bias`` (E,) chooses experts, weighing
+    none (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Training moves it without gradients.
     """
 
     bias: Tensor | None
@@ -160,16 +150,7 @@ class StackedExperts(nn.Module):
 
 
 def products(x_RD: Tensor, weight_EFD: Tensor, rows_E: Tensor) -> Tensor:
-    """Return (R, F): consecutive rows times the weight of their expert.
-
-    One grouped product where torch has it for these sizes, which are multiples of 16 bytes; else one product for each
-    expert.
-
-    Args:
-        x_RD: rows in the order of experts.
-        weight_EFD: the experts' weights.
-        rows_E: number of rows of each, int64.
-    """
+    """Return (R, F): consecutive rows, ``rows_E`` (int64) of each expert, times its weight; grouped where torch can."""
     sizes = (x_RD.shape[1] * x_RD.element_size(), weight_EFD.shape[1] * x_RD.element_size())
     # torch.compile knows the shape of a grouped product in bfloat16 alone.
     grouped = x_RD.dtype == torch.bfloat16 if torch.compiler.is_compiling() else x_RD.dtype != torch.float64

@@ -1,10 +1,7 @@
 """Transformer: a decoder with RMSNorm, RoPE, grouped-query attention, and SwiGLU or experts.
 
-Its export is Llama's, Qwen3's, Qwen3-MoE's or GLM4-MoE's.
-
 Shape suffixes: B batch, L sequence, D model, H query heads, G key/value heads, C channels of a head, R rotations (C /
-2), F hidden, V vocabulary. A suffix names the logical dim: under tensor parallelism H, G, F and V are this rank's part,
-so the code reads head counts from the tensors and never from the config.
+2), F hidden, V vocabulary. Under tensor parallelism H, G, F and V are this rank's part, read from the tensors.
 """
 
 from __future__ import annotations

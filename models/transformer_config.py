@@ -1,6 +1,4 @@
-"""TransformerConfig: shapes of a :class:`meshpar.models.Transformer`, and their published form (Llama, Qwen3,
-Qwen3-MoE, GLM4-MoE).
-"""
+"""TransformerConfig: shapes of a :class:`meshpar.models.Transformer`, and their published forms."""
 
 from __future__ import annotations
 
@@ -271,9 +269,7 @@ def published_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _published_mixture(config: TransformerConfig) -> tuple[str, str, dict[str, Any]]:
-    """Return type, name and settings of the published form: Qwen3-MoE, or GLM4-MoE, which has shared experts and a
-    router's bias.
-    """
+    """Return type, name and settings of the published form: Qwen3-MoE, or GLM4-MoE with shared experts and a bias."""
     common = {
         "num_experts_per_tok": config.experts_per_token,
         "moe_intermediate_size": config.expert_hidden or config.hidden,

@@ -128,11 +128,7 @@ def on_nodes(plan: Plan, profile: Hardware, world_size: int) -> Plan:
 
 
 def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tuple[Trace, str]:
-    """Return the trace of ``job`` at its model's whole depth, and whether it was replayed or extrapolated from probes.
-
-    A plan whose phases have several stretches of blocks, such as one that gathers all units ahead, cannot be
-    extrapolated and is replayed.
-    """
+    """Return the trace of ``job`` at its whole depth, and how: ``probes``, or ``all`` where none can be extrapolated."""
     depths = None
     if depth == "probes":
         with suppress(MeshparError):  # of blocks that differ
@@ -178,10 +174,7 @@ def _few_blocks(
 
 
 def probes(job: Simulation, depths: Depths) -> list[Simulation]:
-    """Return two jobs of a few blocks to extrapolate from, or the job itself if that saves nothing.
-
-    Replicas sum gradients in buckets that hold several blocks, so that their number does not grow with each block.
-    """
+    """Return two jobs of few blocks to extrapolate from; ``job`` alone if that saves nothing, or replicas sum buckets."""
     period = math.lcm(*(pass_.period for pass_ in job.plan.passes))
     ahead = max((pass_.blocks_ahead for pass_ in job.plan.passes), default=1)
     first = _PROBES + max(0, ahead - 1)

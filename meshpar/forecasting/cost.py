@@ -1,8 +1,6 @@
-"""Times for a trace on a hardware profile: a pure function of the two.
+"""Times for a trace on a hardware profile, a pure function of the two.
 
-The host issues the trace's events in order; each stream works off what it was given; an event starts when its stream,
-what its stream waits for, and the host are there. Nothing is assumed about overlap: it follows from FSDP2's own
-streams, which the trace has.
+The host issues events in order; an event starts when its stream, what that waits for, and the host are there.
 """
 
 from __future__ import annotations
@@ -251,9 +249,7 @@ def computing_time(event: Event, moved: int, hardware: Hardware) -> tuple[float,
 
 
 def sending_time(sent: Collective, hardware: Hardware) -> float:
-    """Return the seconds of one collective: ring bytes over the slowest link, and a latency that grows with the
-    nodes.
-    """
+    """Return the seconds of one collective: ring bytes over the slowest link, and a latency that grows with nodes."""
     if sent.ranks <= 1:
         return 0.0
     on_node, nodes = placement(sent, hardware)

@@ -1,9 +1,6 @@
-"""A simulated accelerator on a torch without one: streams and events that only remember what waits for what, and
-kernels.
+"""A simulated accelerator: streams and events that remember what waits for what, and kernels that have shapes alone.
 
-FSDP2 drives its own all-gather, reduce-scatter and all-reduce streams through ``torch.<device>``; with this device in
-their place its real program runs, and the recorder sees which stream each operator was issued on. :func:`install`
-changes torch for the whole process: only the simulation's own process calls it.
+FSDP2 runs its real program on it. :func:`install` changes torch for the process, so only the simulation's calls it.
 """
 
 from __future__ import annotations
@@ -169,9 +166,7 @@ Stream.current = _COMPUTE
 
 
 def install() -> None:
-    """Register the device with torch, and let the fake process group serve it. Once a process; changes torch for
-    good.
-    """
+    """Register the device with torch, and let the fake process group serve it; once, for the life of the process."""
     module = _module()
     register_device(NAME, module)
     setattr(torch.accelerator, "current_stream", module.current_stream)  # noqa: B010 - which FSDP2 asks, too
@@ -179,9 +174,7 @@ def install() -> None:
 
 
 def begin(recorder: object) -> None:
-    """Start a step whose events ``recorder`` takes; None: leave waits unheard. The work of earlier steps counts as
-    done.
-    """
+    """Start a step whose events ``recorder`` takes (None: nobody does); the work of earlier steps counts as done."""
     Stream.recorder, Stream.current = recorder, _COMPUTE
     for stream in Stream.everyone:
         stream.last = -1
@@ -189,16 +182,7 @@ def begin(recorder: object) -> None:
 
 @contextmanager
 def kernels_of(target: str, *, documents: bool = False) -> Iterator[None]:
-    """Send attention and RMS normalisation to the kernels that ``target`` would run; on an unknown device torch takes
-    none of them.
-
-    Attention on ``"cuda"``: flash attention in half precision without a mask; the memory-efficient kernel in float32 or
-    with a mask, where each head has its own keys; else the plain computation, which holds the scores. ``"cpu"``:
-    torch's flash attention for CPUs, and with dropout the plain computation.
-
-    ``documents``: samples have several documents, which models of transformers find in ``position_ids`` and keep apart
-    by a mask.
-    """
+    """Run the attention and RMS norm kernels of ``target``; ``documents``: transformers masks by ``position_ids``."""
     # Not a TorchFunctionMode: torch 2.13's autograd threads of a device written in Python abort under one.
     attention, norm = F.scaled_dot_product_attention, F.rms_norm
     masks = sys.modules.get("transformers.masking_utils")  # whose models are in the job, if it is there

@@ -1,9 +1,6 @@
-"""A deep model's trace from those of two shallow ones, a large micro-batch's from two small ones, and one on other
-data axes.
+"""Traces of deep models from two of shallow ones, of large micro-batches from small ones, and on other data axes.
 
-Between ``d`` and ``d + p`` like blocks a step differs by one stretch of events in each pass over the model, and in
-amounts that grow by the same number with each block. Both are found by laying the two traces side by side; where they
-do not fit, nothing is guessed.
+Two probes differ by one stretch of events a pass, and in amounts that grow linearly; where they do not fit, raises.
 """
 
 from __future__ import annotations
@@ -18,11 +15,7 @@ from meshpar.forecasting.trace import Collective, Event, Phase, Trace
 
 
 def deepened(shallow: Trace, deeper: Trace, depth: int) -> Trace:
-    """Return the trace of ``depth`` blocks, from two traces of fewer.
-
-    Raises:
-        MeshparError: the two do not differ by whole blocks, or ``depth`` is not reached by more of the same.
-    """
+    """Return the trace of ``depth`` blocks from two of fewer; raises MeshparError unless whole blocks differ."""
     step = deeper.depth - shallow.depth
     if step < 1 or depth < deeper.depth or (depth - shallow.depth) % step:
         raise MeshparError(f"cannot extrapolate {depth} blocks from probes of {shallow.depth} and {deeper.depth}")
@@ -41,13 +34,7 @@ def deepened(shallow: Trace, deeper: Trace, depth: int) -> Trace:
 
 
 def widened(one: Trace, two: Trace, times: int) -> Trace:
-    """Return the trace of a micro-batch of ``times`` samples from those of one and of two.
-
-    Exact but for an allocator's rounding of small pieces.
-
-    Raises:
-        MeshparError: the two traces do different things.
-    """
+    """Return the trace of ``times`` samples from those of one and two, exact but for the allocator's rounding."""
     phases = []
     for first, second in _pairs(one, two):
         if len(first.events) != len(second.events):
@@ -59,9 +46,7 @@ def widened(one: Trace, two: Trace, times: int) -> Trace:
 
 
 def on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
-    """Return the trace with its data axes cut another way: groups of other sizes, other strides, shards of other
-    sizes.
-    """
+    """Return the trace with its data axes cut another way: groups, strides and shards of other sizes."""
     then, data = trace.axes["dp_shard"], trace.axes["dp_shard"] * trace.axes.get("dp_replicate", 1)
 
     @cache

@@ -17,14 +17,7 @@ _SMALLEST = 0.005
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lint:
-    """One finding.
-
-    Attributes:
-        name: of the rule.
-        text: what it is, and what would help.
-        seconds: of the step that it costs.
-        size: bytes at its largest that it costs.
-    """
+    """One finding: the rule, what it is and what would help, the seconds of a step and the bytes that it costs."""
 
     name: str
     text: str

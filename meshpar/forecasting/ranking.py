@@ -24,21 +24,7 @@ def axes_of(passes: Sequence[Pass]) -> set[str]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One way to train.
-
-    Attributes:
-        replicas, shards, tp: sizes of the axes.
-        reshard: free gathered parameters after forward.
-        world: the replicas split one optimizer (``HybridShard(optimizer="world")``).
-        recompute: ``none``, ``selective`` or ``full``.
-        micro_batch: samples in one forward pass.
-        beside: passes that are not varied.
-        fixed: sizes of their axes that are not varied.
-        elastic: the replicas are jobs of their own.
-        stages: size of the axis ``pp``.
-        blocks: of each stage; empty: as ``PipelineParallel`` cuts the model.
-        micro_batches: of a step, of a rank.
-    """
+    """One way to train: sizes of axes, options of the passes that a search varies, and passes it keeps (``beside``)."""
 
     replicas: int = 1
     shards: int = 1
@@ -99,15 +85,7 @@ class Settings:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Settings and what they are estimated to do.
-
-    Attributes:
-        settings: the way to train.
-        tokens_per_second: of all ranks, 0 where it cannot run.
-        peak: bytes of tensors.
-        verdict: whether the memory that an allocator reserves for them fits.
-        problem: why it is out; empty for one that fits or may fit.
-    """
+    """Settings, the tokens per second of all ranks, the peak bytes of tensors, and why they are out, if they are."""
 
     settings: Settings
     tokens_per_second: float
@@ -119,14 +97,7 @@ class Candidate:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """The results of a search.
-
-    Attributes:
-        best: forecasts of the first candidates, each replayed with its own mesh and settings.
-        groups: candidates that fit or may fit, in groups whose speeds the forecast cannot tell apart; the fastest group
-            first, and in each those that fit first.
-        out: those that do not, with the reason.
-    """
+    """Forecasts of the best, groups of alike speed (fastest first, what fits before what may fit), and what is out."""
 
     best: tuple[Forecast, ...]
     groups: tuple[tuple[Candidate, ...], ...]
@@ -139,9 +110,7 @@ class Ranking:
 
 
 def alike(candidates: Iterable[Candidate]) -> tuple[tuple[Candidate, ...], ...]:
-    """Return candidates in groups, the fastest first: what is slower than a group's fastest by less than the
-    forecast's error is in it.
-    """
+    """Return groups of candidates, fastest first, whose speeds differ by less than the forecast's error."""
     groups = list[list[Candidate]]()
     for candidate in sorted(candidates, key=lambda candidate: -candidate.tokens_per_second):
         if groups and candidate.tokens_per_second >= groups[-1][0].tokens_per_second * (1 - ERROR_RANGE):

@@ -1,8 +1,6 @@
-"""The recorder: one dispatch mode that writes down a training step, simulated or real.
+"""The recorder: a dispatch mode that writes down a training step, simulated or real, and changes nothing in it.
 
-It sees every operator below autograd and below DTensor: what is allocated and freed (by watching storages), what is
-computed, and what crosses the network, on which stream. It costs a real step some time on the host and changes nothing
-in it.
+It sees every operator below autograd and DTensor: what is allocated, freed, computed and sent, and on which stream.
 """
 
 from __future__ import annotations
@@ -32,20 +30,7 @@ _PLAIN = {Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 @final
 @dataclass(slots=True, kw_only=True)
 class Storage:
-    """One piece of memory that the recorder watches.
-
-    Attributes:
-        size: bytes now.
-        holder: whose it is, where that is known; empty: to be told from the rest.
-        stream: on which it was made.
-        phase: number of the phase in which it was made, -1 before the step.
-        died: index of the event; -1: it lives on.
-        recomputed: made while a block's forward ran again.
-        outside: made outside of every block.
-        after_blocks: made when a block had run in this phase.
-        resized: emptied and filled again: the way in which FSDP2 keeps gathered parameters.
-        reference: keeps the watch.
-    """
+    """A watched piece of memory: its holder (empty: not known yet), and where in the step it was made and died."""
 
     size: int
     holder: str
@@ -79,12 +64,7 @@ def classify(storage: Storage, phases: Sequence[tuple[str, int]]) -> str:
 
 @final
 class StorageLog:
-    """The storages that a step allocates, empties, fills and frees.
-
-    Args:
-        events, phases: of the step, as they are recorded; what happens before the first phase is not part of it.
-        rounding: bytes to which an allocator rounds every storage.
-    """
+    """The storages that a step allocates, resizes and frees, with sizes rounded up as an allocator does."""
 
     def __init__(self, events: Sequence[object], phases: Sequence[tuple[str, int]], rounding: int) -> None:
         self._events, self._phases, self._rounding = events, phases, rounding
@@ -144,14 +124,7 @@ class StorageLog:
 
 @final
 class Recorder(TorchDispatchMode):
-    """Records what happens inside ``with recorder:``.
-
-    Args:
-        axes: mesh axis -> its process group's name; collectives of other groups are named after their size.
-        current_stream: returns the simulated device's current stream; None on a real device, where everything is one
-            stream.
-        rounding: bytes to which an allocator rounds every storage.
-    """
+    """Record what happens inside ``with recorder:``; ``axes`` maps names of process groups to axes of the mesh."""
 
     def __init__(
         self, axes: Mapping[str, str], *, current_stream: Callable[[], Any] | None = None, rounding: int = 1
@@ -196,12 +169,7 @@ class Recorder(TorchDispatchMode):
         self._append("collective", collective.kind, collective=collective)
 
     def wait(self, stream: str, target: int) -> None:
-        """A simulated stream waits for an event, if it has not waited for it, or for a later one of the same stream,
-        already.
-
-        FSDP2 waits anew for each of its groups at the end of a backward (torch 2.11) or for the last (2.13), by when
-        there is nothing to wait for.
-        """
+        """Record that a simulated stream waits for an event, unless it waited for it or a later one of that stream."""
         if target >= len(self.events):
             return
         key = stream, self.events[target].stream

@@ -163,10 +163,7 @@ def rows(forecast: Forecast) -> list[dict[str, Any]]:
 
 
 def stage_rows(forecast: Forecast) -> list[dict[str, Any]]:
-    """Return what each stage holds, computes, sends and waits for; none where ranks have all layers.
-
-    ``waiting``: seconds in which a stage has nothing to compute because it waits for another one, the bubble.
-    """
+    """Return what each stage holds, computes, sends and waits for (``waiting``: the bubble); none without stages."""
     stages = list[dict[str, Any]]()
     for trace, timed in zip(forecast.trace.stages, forecast.cost.stages, strict=True):
         sent = [sent for _, sent in trace.collectives() if sent.peer >= 0]
@@ -270,25 +267,14 @@ def _time(forecast: Forecast) -> Table:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """Forecast against measured.
-
-    Attributes:
-        lines: what to print, one line each.
-        warnings: where they part by more than the forecast allows for.
-    """
+    """Forecast against measured: lines to print, and warnings where they differ by more than the forecast allows."""
 
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
 def feedback(forecast: Forecast, *, peak: int | None, seconds: float) -> Feedback:
-    """Hold measurements against the forecast.
-
-    Args:
-        forecast: of the job.
-        peak: bytes of tensors that the fullest rank allocated at most; None where the device does not count them.
-        seconds: of a step, warm.
-    """
+    """Compare a forecast with the fullest rank's peak bytes (None: not counted) and the seconds of a warm step."""
     planned, lines, warnings = forecast.cost.seconds, [], []
     lines.append(
         f"step: forecast {planned * 1e3:,.1f} ms, measured {seconds * 1e3:,.1f} ms ({seconds / planned - 1:+.1%})"

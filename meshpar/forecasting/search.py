@@ -1,6 +1,4 @@
-"""Every legal mesh and setting for the ranks given, ranked: each kind of block is simulated once, the rest is added
-up.
-"""
+"""Every legal mesh and setting for given ranks, ranked: each kind of block is simulated once, the rest is added up."""
 
 from __future__ import annotations
 
@@ -80,29 +78,16 @@ def search(
     elastic: bool = False,
     stages: Sequence[int] = STAGES,
 ) -> Ranking:
-    """Rank every legal mesh and setting.
+    """Rank every legal mesh and setting for ``world_size`` ranks in whole nodes.
 
-    Meshes: ``tp`` within a node (with sequence parallelism and a split loss), shards from what is left of a node to all
-    ranks, replicas beside them. For each: resharding or not, three ways of recomputation, micro-batches from 1. Where a
-    sample is long (16,384 tokens or more) and the model allows it, also ``cp`` within a node; where the layout names
-    experts, also ``ep`` within a node. Where the model can be cut, also ``pp``, with the smallest micro-batch, ``pp``
-    times as many micro-batches as ``batch`` has, which makes a step of the same samples, and the cuts of
-    :class:`meshpar.PipelineParallel` or, where they are faster, those by the forecast's own times.
+    Varied are ``tp`` within a node, shards, replicas, resharding, recomputation and micro-batches; ``cp`` for samples
+    of 16,384 tokens or more, ``ep`` where the layout names experts, and ``pp`` by its own cuts or the forecast's.
 
     Args:
-        model: on the meta device, with like blocks.
-        layout: its description.
-        batch: of a data rank; its micro-batch is varied.
-        hardware: the profile.
-        world_size: number of ranks; whole nodes.
-        plan: has passes that every candidate keeps: those that compile, change the precision, or come from another
-            package. An axis that only these claim keeps its size.
-        recompute: ways of recomputation to try, of ``none``, ``selective`` and ``full``.
-        micro_batches: numbers of samples in one forward to try.
+        plan: has passes that every candidate keeps, and the sizes of the axes that only these claim.
         top: how many of the best are replayed on their own meshes.
         workers: processes that simulate; None: one for each core, 8 at most.
-        progress: called every half second with what is simulated, how many steps of it are done, and how many
-            there are.
+        progress: called every half second with what is simulated, the steps done and the steps in all.
         elastic: the replicas are jobs of their own, each inside of a node.
         stages: sizes of ``pp`` to try.
 
@@ -159,11 +144,7 @@ def _ask(
     *,
     elastic: bool,
 ) -> _Search:
-    """Return the question of a search with the passes and axes of ``plan`` that every candidate keeps.
-
-    Raises:
-        MeshparError: these axes do not divide the ranks, or the model's blocks are not alike.
-    """
+    """Return the question with the passes and axes that all candidates keep; raises MeshparError if they do not fit."""
     passes = tuple(pass_ for pass_ in (() if plan is None else plan.passes) if not isinstance(pass_, VARIED))
     sizes = plan.mesh.axes if plan is not None and isinstance(plan.mesh, MeshSpec) else {}
     fixed = {axis: sizes[axis] for axis in sizes if axis in axes_of(passes) - {"dp_replicate", "dp_shard", "tp"}}
@@ -181,9 +162,7 @@ def _ask(
 @final
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """What a search is asked: ``world_size`` without the axes that are fixed, and the settings that every candidate
-    keeps.
-    """
+    """What a search is asked: ``world_size`` without the fixed axes, and the settings that every candidate keeps."""
 
     model: nn.Module
     layout: ModelLayout
@@ -233,10 +212,7 @@ def _split_in_nodes(question: _Search) -> Iterator[_Search]:
 def _candidates(
     question: _Search, families: Iterable[_Family], micro_batches: Sequence[int], simulates: _Simulate
 ) -> Iterator[Candidate]:
-    """Yield every setting of some families, with what it is estimated to do.
-
-    Micro-batches grow, and a family of which nothing fits is not simulated with a larger one, which needs more.
-    """
+    """Yield all settings of some families with estimates; if nothing fits, larger micro-batches are not simulated."""
     least = {family: _gathered(question, family) for family in families}
     probed = _Pairs()
     for sizes in _grown_together(micro_batches):

@@ -1,6 +1,4 @@
-"""A training step of one rank out of thousands, simulated: the real passes on a model without memory, in a process
-of its own.
-"""
+"""A training step of one rank out of thousands: the real passes on a model without memory, in a process of its own."""
 
 from __future__ import annotations
 
@@ -55,21 +53,7 @@ PROCESS = "meshpar-forecast"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One step to simulate.
-
-    Attributes:
-        plan: as it will run.
-        model: on the meta device; what is made of it stays in the simulation.
-        layout: its description; None asks the module.
-        batch: of a data rank.
-        world_size: number of ranks.
-        rank: which one; 0 holds the largest part of everything that does not divide.
-        device: whose attention kernels and allocator: ``"cuda"`` or ``"cpu"``.
-        loss: what is trained; must be importable by name.
-        teacher: the plan of a module that ``loss`` holds, which is frozen, and the module.
-        optimizer: makes the module's optimizer; importable by name; None: AdamW.
-        replicas: number of replicas, each a job of its own with this plan; 1: no such job.
-    """
+    """A step to simulate, of ``rank`` (0 holds the largest part); ``loss`` and ``optimizer`` are importable by name."""
 
     plan: Plan
     model: nn.Module
@@ -96,17 +80,9 @@ class Simulation:
 def simulate(
     jobs: Sequence[Simulation], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
 ) -> list[Trace]:
-    """Return the traces of ``jobs``, simulated in ``workers`` processes beside this one.
+    """Return the traces of ``jobs``, simulated in ``workers`` processes; ``progress`` gets the jobs done and in all.
 
-    ``progress`` is called with how many are done and how many there are, every half second.
-
-    The processes are not concurrent.futures.ProcessPoolExecutor's: its workers always import the caller's script, which
-    trains once more where it has no guard, and the interpreter waits for them at its end, so that a job would wait for
-    its forecast.
-
-    Raises:
-        MeshparError: a plan that does not fit its model, a step that fails, or a model that cannot be sent to another
-            process.
+    ProcessPoolExecutor's workers would import the caller's script, and the interpreter would wait for them at its end.
     """
     if not jobs:
         return []
@@ -200,22 +176,14 @@ def _collect(where: Path, places: Sequence[Path], ended: Sequence[int]) -> list[
 
 @final
 class Depths:
-    """Copies of a meta model with the first few blocks of its one list of like blocks, each made once.
-
-    Raises:
-        MeshparError: see :func:`like_blocks`.
-    """
+    """Copies of a meta model with the first few blocks of its one list of like blocks, each made once."""
 
     def __init__(self, model: nn.Module, layout: ModelLayout) -> None:
         self._model, self._made = model, dict[int, nn.Module]()
         self._path, self.blocks = like_blocks(model, layout)
 
     def shallow(self, depth: int) -> nn.Module:
-        """Return the copy that keeps ``depth`` blocks.
-
-        Raises:
-            MeshparError: the model has fewer.
-        """
+        """Return the copy that keeps ``depth`` blocks; raises MeshparError where the model has fewer."""
         if depth > self.blocks:
             raise MeshparError(f"{self._path} has {self.blocks} blocks, cannot keep {depth}")
         if depth not in self._made:
@@ -228,11 +196,7 @@ class Depths:
 
 
 def like_blocks(model: nn.Module, layout: ModelLayout) -> tuple[str, int]:
-    """Return name and length of the list that holds the model's like blocks.
-
-    Raises:
-        MeshparError: the blocks stand in several lists, or differ, so that a few of them do not tell the rest.
-    """
+    """Return name and length of the list of the model's blocks; raises MeshparError for several lists or kinds."""
     from meshpar.core.passes import find_blocks
 
     blocks = find_blocks(model, layout)
@@ -250,9 +214,7 @@ def like_blocks(model: nn.Module, layout: ModelLayout) -> tuple[str, int]:
 
 
 def run(job: Simulation) -> Trace:
-    """Simulate in this process, on which :func:`meshpar.forecasting.device.install` was called. Only the worker
-    does.
-    """
+    """Simulate in this process, on which :func:`meshpar.forecasting.device.install` was called: the worker's."""
     stages = stages_of(job.plan)
     if stages == 1:
         return _run(job, {})

@@ -1,9 +1,4 @@
-"""Traces of many stages and micro-batches from those of a few: three stages of few blocks run four micro-batches.
-
-A stage begins the model, ends it, or is in its middle. Its forwards and backwards are alike but for the first one,
-which makes gradients, the last one, which reduces them, and what was resharded by the one before. The schedule says in
-which order they stand.
-"""
+"""Traces of many stages and micro-batches, put together from three stages of few blocks and four micro-batches."""
 
 from __future__ import annotations
 
@@ -32,12 +27,7 @@ _SHARDED = ("parameters", "gradients", "optimizer")
 
 
 def probes(job: Simulation, depths: Depths) -> list[Simulation]:
-    """Return two jobs of three stages, or two where ``job`` has two, with few blocks, from which :class:`Stages` tells
-    those of ``job`` and of other numbers of stages.
-
-    Raises:
-        MeshparError: the model has too few blocks, or a pass treats blocks differently.
-    """
+    """Return two jobs of few stages and blocks for :class:`Stages`; raises MeshparError if blocks are few or differ."""
     mesh = job.plan.mesh
     assert isinstance(mesh, MeshSpec)
     stages = min(_STAGES, mesh.axes["pp"])
@@ -65,14 +55,7 @@ def probes(job: Simulation, depths: Depths) -> list[Simulation]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How layers are divided.
-
-    Attributes:
-        blocks: numbers of blocks of each stage.
-        schedule: see :class:`meshpar.PipelineParallel`.
-        micro_batches: of a step.
-        stride: ranks of a stage.
-    """
+    """How layers are divided: blocks of each stage, the schedule, micro-batches of a step, and ranks of a stage."""
 
     blocks: tuple[int, ...]
     schedule: str
@@ -81,11 +64,7 @@ class Shape:
 
 
 def shape_of(job: Simulation, layout: ModelLayout) -> Shape:
-    """Return how a job divides layers.
-
-    Raises:
-        MeshparError: its stages cannot be told from probes.
-    """
+    """Return how a job divides layers; raises MeshparError where its stages cannot be estimated from probes."""
     (cut,) = (pass_ for pass_ in job.plan.passes if isinstance(pass_, PipelineParallel))
     assert isinstance(job.plan.mesh, MeshSpec)
     ranks = job.plan.mesh.axes["pp"]
@@ -111,23 +90,14 @@ def even_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 @final
 class Stages:
-    """Traces of stages of any number of blocks, from two probes.
-
-    Args:
-        few, more: traces of :func:`probes`.
-    """
+    """Traces of stages of any number of blocks, from the traces of the two :func:`probes`."""
 
     def __init__(self, few: Trace, more: Trace) -> None:
         self.few, self.more = few, more
         self._known, self._brief = dict[tuple[int, int], Trace](), dict[tuple[int, int], Trace]()
 
     def trace(self, kind: int, blocks: int) -> Trace:
-        """Return the four micro-batches of a stage: of ``kind`` 0 at the beginning of the model, 1 in its middle, -1
-        at its end.
-
-        Raises:
-            MeshparError: it has fewer blocks than the probes, or they cannot be extrapolated.
-        """
+        """Return four micro-batches of a stage at the model's beginning (``kind`` 0), middle (1) or end (-1)."""
         if (kind, blocks) not in self._known:
             few, more = self.few.stages[kind], self.more.stages[kind]
             if blocks < few.depth:
@@ -136,9 +106,7 @@ class Stages:
         return self._known[kind, blocks]
 
     def estimates(self, hardware: Hardware, on_mesh: Callable[[Trace], Trace]) -> Callable[[int, int], Trace]:
-        """Return what makes the trace of a kind of stage on another mesh, with one event between two messages: times
-        on a line through those of the probes, memory as the extrapolated trace has it.
-        """
+        """Return what makes a stage's trace on another mesh, condensed, with times on a line through the probes."""
 
         @cache
         def probed(kind: int) -> tuple[Trace, Trace]:
@@ -188,12 +156,7 @@ class Stages:
         return times
 
     def joined(self, shape: Shape, of: Callable[[int, int], Trace] | None = None) -> Trace:
-        """Return the trace of all stages.
-
-        Args:
-            shape: of the stages.
-            of: makes the four micro-batches of a kind and a number of blocks; None: :meth:`trace`.
-        """
+        """Return the trace of all stages; ``of`` makes the four micro-batches of a kind and a number of blocks."""
         ranks = len(shape.blocks)
         stages = list[Trace]()
         for rank, blocks in enumerate(shape.blocks):
@@ -270,10 +233,7 @@ def _in_order(trace: Trace, shape: Shape, rank: int, probed: int) -> tuple[Phase
 
 
 def condensed(trace: Trace, hardware: Hardware) -> Trace:
-    """Return a trace with one event for all that a stage does between two messages of ``pp``.
-
-    The clock runs without waiting for other stages.
-    """
+    """Return a trace with one event for all that a stage does between two messages of ``pp``, as if it never waited."""
     clock, phases = Clock(trace, hardware), list[Phase]()
     rate = hardware.memory_bandwidth * hardware.memory_fraction
     for phase in trace.phases:

@@ -1,6 +1,4 @@
-"""A training step under the recorder: the same one in the simulation and in a real job, so that plan and fact can be
-compared.
-"""
+"""A training step under the recorder, the same in the simulation and in a real job, so that both can be compared."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ class Batch:
         return {"tokens": (self.sequence,), "pairs": (self.target,), "labels": ()}
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """Return one micro-batch, as a model takes it, with values of no meaning: int64, (B, L), targets (B, T),
-        labels of texts (B).
-        """
+        """Return one micro-batch as a model takes it, int64 without meaning: (B, L), targets (B, T), labels (B)."""
         sizes: dict[str, tuple[int, ...]] = {"input_ids": (self.micro_batch, self.sequence)}
         if self.examples != "tokens":
             sizes["attention_mask"] = sizes["input_ids"]

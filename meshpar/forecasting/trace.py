@@ -1,8 +1,4 @@
-"""The trace of one training step on one rank: what was computed, moved, sent and held, as data without any time in it.
-
-A trace comes from a simulated step or from a real one, through the same recorder; a cost model puts times to it. It
-goes through JSON unchanged.
-"""
+"""The trace of one training step on one rank: what it computed, moved, sent and held, as data without times."""
 
 from __future__ import annotations
 
@@ -26,19 +22,10 @@ Kind = Literal["compute", "collective", "async", "wait"]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective of one group of ranks.
+    """One collective of one group of ranks on ``axis``, or a message to ``peer`` (``send``, ``recv``).
 
-    Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``barrier``; ``send``
-            and ``recv``: from rank to rank.
-        axis: the mesh axis; several joined by ``+``.
-        ranks: size of the group.
-        stride: distance between neighbours of the group in rank numbers, so that a topology says which lie on one node.
-        size: bytes: the gathered result, the reduce-scatter's input, the larger of what a rank puts in and gets in an
-            all-to-all or a send; otherwise what a rank puts in.
-        dtype: of what travels.
-        peer: the rank of the group at the other end of a send, -1 of a collective.
-        tag: of a send, by which two ranks tell apart what they exchange in one direction.
+    ``stride`` is the distance between neighbours in rank numbers. ``size`` is in bytes: of a gather's result, of a
+    reduce-scatter's input, the larger of what a rank puts in and gets in an all-to-all or a send, else what it puts in.
     """
 
     kind: str
@@ -61,22 +48,10 @@ def all_reduce(axis: str, ranks: int, stride: int, size: int, dtype: str) -> Col
 class Event:
     """Something a rank does, in the order in which the host issues it.
 
-    Attributes:
-        kind: ``compute``; ``collective`` (its stream waits for the result); ``async`` (its result is waited for later);
-            ``wait`` (its stream goes on when the event ``target`` is done).
-        name: the operator.
-        stream: on which it runs; ``compute`` is the main one.
-        scope: the block whose work it is, empty outside of blocks.
-        recomputed: forward work that is done again in backward.
-        flops: floating-point operations.
-        moved: bytes read and written in device memory by this operator alone.
-        fused: the same where a compiler joins neighbouring element-wise operators; the last of the joined carries all
-            of it.
-        shape: (batch, m, k, n) of a matrix product; (batch x heads, queries, keys, channels) of attention; else empty.
-        dtype: in which it computes: its result's, or float8.
-        memory: (held by, bytes more or less), in order.
-        collective: of a ``collective`` or ``async``.
-        target: index of the event that a ``wait`` waits for, -1 otherwise.
+    ``async``: its result is waited for later, by a ``wait`` whose stream goes on when event ``target`` is done.
+    ``moved``: bytes read and written by this operator alone; ``fused``: where a compiler joins neighbours, by the last.
+    ``shape``: (batch, m, k, n) of a matrix product, (batch x heads, queries, keys, channels) of attention.
+    ``memory``: (holder, bytes more or less), in order.
     """
 
     kind: Kind

@@ -19,9 +19,7 @@ from meshpar.forecasting.trace import Trace
 
 
 def main(places: Sequence[Path]) -> int:
-    """Answer the jobs of each of ``places`` in a process of its own, this one among them; return the first exit code
-    that is not 0.
-    """
+    """Answer the jobs of each place, the first in this process; return the first exit code that is not 0."""
     load_collectives()  # before processes are forked: every simulation needs them
     gc.freeze()  # FSDP2 collects garbage for every unit, and nothing loaded so far is any
     forked = list[int]()
@@ -35,9 +33,7 @@ def main(places: Sequence[Path]) -> int:
 
 
 def answer(where: Path) -> None:
-    """Run the jobs pickled at ``where``.jobs, count them in the length of ``where``.done, leave the answer at
-    ``where``.traces.
-    """
+    """Run the jobs pickled at ``where``.jobs; count them in ``where``.done, leave the answer at ``where``.traces."""
     threading.Thread(target=_end_with_who_asked, daemon=True).start()
 
     def counted(job: Simulation) -> Trace:

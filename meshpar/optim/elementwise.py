@@ -1,6 +1,4 @@
-"""A test of an optimizer's rule: whether the step of whole tensors is that of their parts, each by an optimizer of its
-own, which makes it exact on shards.
-"""
+"""Whether an optimizer's step of whole tensors is that of their parts, which makes it exact on shards."""
 
 from __future__ import annotations
 

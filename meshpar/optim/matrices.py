@@ -25,13 +25,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrices:
-    """Describe the matrices of one parameter.
-
-    Attributes:
-        stacked: each index of the first dim is a matrix, or several (experts).
-        dim: dim of a matrix along which several are fused, 0 or 1.
-        parts: number of equal matrices along ``dim``, or the relative sizes of unequal ones.
-    """
+    """The matrices of a parameter: ``parts`` fused along ``dim``; ``stacked``: some for each index of the first dim."""
 
     stacked: bool = False
     dim: int = 0
@@ -72,9 +66,7 @@ class Matrices:
 def matrices_of(
     name: str, parameter: Tensor, module: nn.Module, layout: ModelLayout, *, per_head: bool
 ) -> Matrices | None:
-    """Return the matrices of a parameter of the model; None: it has none, and AdamW trains it. ``per_head``: each head
-    of a projection in ``layout.tensor.heads`` is one. Raises MeshparError where nothing says what they are.
-    """
+    """Return the matrices of a parameter; None: AdamW trains it. Raises MeshparError if nothing says what they are."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if parameter.ndim < 2 or isinstance(owner, nn.Embedding | nn.EmbeddingBag) or _is_head(path, layout):
@@ -99,9 +91,7 @@ def matrices_of(
 
 
 def parameter_groups(module: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
-    """Return the trainable parameters as groups of an optimizer: those with two dims or more decay, the others do not.
-    ``weight_decay`` None: one group, without decay. Raises RecipeError if no parameter requires a gradient.
-    """
+    """Return the trainable parameters in groups: with two dims or more they decay. Raises RecipeError without any."""
     groups: dict[float, dict[str, Any]] = {}
     for parameter in module.parameters():
         if not parameter.requires_grad:

@@ -121,9 +121,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make one step, after ``closure``, if given, computed the loss and gradients again. Collective over the ranks
-        that hold a parameter.
-        """
+        """Make one step, after ``closure``, if given. Collective over the ranks that hold a parameter."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         matrices: list[tuple[Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
@@ -211,9 +209,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Return about the nearest semi-orthogonal matrix, by Newton-Schulz iterations in the memory and dtype of
-    ``matrix``. The operations are those of torch.optim.Muon, one by one, so that the results have the same bits.
-    """
+    """Return about the nearest semi-orthogonal matrix, in place, by the operations of torch.optim.Muon (same bits)."""
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
     wide = matrix.T if tall else matrix

@@ -1,8 +1,6 @@
 """Bring each matrix of sharded parameters whole to one rank, and its result back as parts.
 
-The layout of a parameter says which part of a matrix each rank holds, so no rank asks another: a round is one
-all-to-all to the owners and one back, inside of a replica. Replicas compute different matrices and gather the parts
-of the others' results.
+Layouts say who holds what, so a round is one all-to-all to the owners and one back; replicas compute different ones.
 """
 
 from __future__ import annotations
@@ -30,14 +28,7 @@ _LEAST = 1 << 17  # elements that a replica sends in a turn, so that many replic
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedMatrix:
-    """One matrix of a parameter.
-
-    Attributes:
-        parameter: number of the parameter.
-        place: where the matrix is in the whole parameter.
-        shape: its rows and columns.
-        held: which part of the whole parameter each of the ranks holds, in the order of the group.
-    """
+    """One matrix: its parameter's number, its place and shape there, and the part that each rank of the group holds."""
 
     parameter: int
     place: Place
@@ -55,14 +46,7 @@ Parts = list[tuple[OwnedMatrix, Place]]
 
 
 class Round(NamedTuple):
-    """Matrices that are computed at a time, and what this rank exchanges for them.
-
-    Attributes:
-        owned: the matrices that this rank computes.
-        came: the parts of these, by rank, and ``to_me`` the elements of each rank's.
-        going: this rank's parts of its replica's matrices, by owner, and ``to_owners`` the elements of each owner's.
-        turns: this rank's parts of all matrices, by turn of the exchange between replicas, and by replica.
-    """
+    """Matrices computed at a time, and the parts and elements that this rank gets, sends and gathers for them."""
 
     owned: list[OwnedMatrix]
     came: Parts
@@ -74,13 +58,7 @@ class Round(NamedTuple):
 
 @final
 class Owners:
-    """The ranks that divide the computation for one parameter: those among which it is split, in each of its replicas.
-
-    Args:
-        ranks: global ranks among which it is split, in the order of ``group``.
-        group: their process group; None: this rank alone.
-        replicas: the process group of the ranks that hold the same part; None: no other rank does.
-    """
+    """The ranks that divide a parameter's computation: those of ``group`` (None: this one), in each of its replicas."""
 
     def __init__(
         self, ranks: Sequence[int], group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None
@@ -90,9 +68,7 @@ class Owners:
         self.replica, self.copies = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
 
     def rounds(self, pieces: Sequence[OwnedMatrix], most: int) -> list[Round]:
-        """Return the matrices of each round: the largest first, round robin. An owner gets at most ``most`` elements in
-        a round, or one matrix. ``pieces`` come in the same order on every rank.
-        """
+        """Return rounds, largest matrices first, the same on all ranks; an owner gets ``most`` elements or a matrix."""
         rounds, load = list[list[list[OwnedMatrix]]](), [0] * (len(self.ranks) * self.copies)
         # by the multiplications of one product
         for turn, piece in enumerate(sorted(pieces, key=lambda piece: -math.prod(piece.shape) * min(piece.shape))):
@@ -123,16 +99,7 @@ class Owners:
         put: Callable[[OwnedMatrix, Place, Tensor], None],
         like: Tensor,
     ) -> None:
-        """Compute the matrices of one round, each on its owner. Collective over the ranks among which the parameters
-        are split, and over their replicas.
-
-        Args:
-            work: the round.
-            part_of: returns the part of a matrix at a place of this rank's share.
-            compute: returns the result for a whole matrix, of its shape.
-            put: takes the part of a result at a place of this rank's share.
-            like: has the dtype of the parts, and the device of the exchange.
-        """
+        """Compute one round: ``part_of`` gives parts, ``put`` takes results. Collective over the parameters' ranks."""
         here = self.rank
         sent = [part_of(piece, _within(part, piece.held[here])).to(like) for piece, part in work.going]
         received = self._exchange(sent, work.to_owners, work.to_me, like)
@@ -211,10 +178,7 @@ def _within(part: Place, origin: Place) -> Place:
 
 
 def shares(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Owners, list[Place]]:
-    """Return the ranks that divide the computation for a DTensor, and the part of the whole that each holds. Of several
-    axes that repeat it, the largest divides. Collective over the mesh where several axes split a parameter for the
-    first time.
-    """
+    """Return who divides a DTensor's computation, and each one's part. Collective for a first split by several axes."""
     several = [axis for axis, size in enumerate(mesh.shape) if size > 1]
     split = [axis for axis in several if shard_dim(placements[axis]) is not None]
     repeats = max((axis for axis in several if axis not in split), key=lambda axis: mesh.shape[axis], default=None)

@@ -100,9 +100,7 @@ class SmallAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make one step, after ``closure``, if given, computed the loss and gradients again. Collective over the ranks
-        that hold parts of a row.
-        """
+        """Make one step, after ``closure``, if given. Collective over the ranks that hold parts of a row."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         together: dict[tuple[Any, ...], _Rows] = {}
         for group in self.param_groups:
@@ -151,19 +149,7 @@ class SmallAdamW(torch.optim.Optimizer):
 @final
 @dataclass
 class _Rows:
-    """The rows of parameters with the same columns, one below another, in one step: many small parameters cost as many
-    operations as one, and each number is what it would be alone.
-
-    Attributes:
-        count: number of the step.
-        width: columns of the whole parameters.
-        columns: those of this rank.
-        cut: process groups of the axes that divide blocks.
-        parts: of parameters what this rank has, as vectors or consecutive rows; so of gradients and states.
-        names: the parameter of each part.
-        first: the number of each part's first row in the whole parameter.
-        largest: with ``cut``: the largest number of each block of both moments, over those axes.
-    """
+    """Rows of parameters with the same columns, one below another, in one step; ``cut``: groups that divide blocks."""
 
     group: dict[str, Any]
     kind: str

@@ -23,20 +23,10 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
-    """Return ``folder``, built by ``build`` if it does not exist yet.
+    """Return ``folder``, which ``build`` fills at a temporary name if it does not exist; one process builds for all.
 
-    Every process of a machine (or of a shared file system) may call this with the same folder: one builds, the others
-    wait. ``build`` fills a temporary folder, which is renamed to its final name once it is complete. A process that
-    dies leaves no folder that looks complete; the next that builds beside it deletes its leftovers. On a file system
-    without locks several processes may build, and the first rename wins.
-
-    Args:
-        folder: the folder's final path.
-        build: fills the (existing, empty) folder that it receives.
-
-    Raises:
-        RecipeError: the folder cannot be written: the disk is full, or its parent is not writable; or the process that
-            builds it has stopped.
+    On a file system without locks several may build, and the first rename wins. Raises RecipeError where the folder
+    cannot be written, or the process that builds it has stopped.
     """
     try:
         if folder.is_dir():
@@ -101,10 +91,7 @@ def _rename(temporary: Path, folder: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, in which the holder says who it is, and whose time it renews as long as it lives.
-
-    Waits in Python, which a signal interrupts, as long as the holder gives signs of life.
-    """
+    """Hold a file's lock, and renew its time as a sign of life; wait in Python, which a signal interrupts."""
     waiting, seen = Waiting(_SILENT_S), 0.0
     with path.open("a+", encoding="utf-8") as file:
         while not _locked(file):

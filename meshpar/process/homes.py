@@ -10,11 +10,7 @@ P = TypeVar("P", bound=Any)  # a path, or a place in a store
 
 
 def expanded(path: P) -> P:
-    """Return a path with the home folder in place of a leading ``~``; a place in a store has none.
-
-    Raises:
-        RecipeError: there is no such folder: ``HOME`` is not set, and the system does not know the user.
-    """
+    """Return a path with the home folder for a leading ``~``; raises RecipeError where the system knows no home."""
     try:
         return path.expanduser()  # type: ignore[no-any-return]
     except RuntimeError as error:

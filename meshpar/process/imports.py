@@ -49,11 +49,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def need(module: str, *, extra: str = "train") -> ModuleType:
-    """Import ``module`` of an extra.
-
-    Raises:
-        MeshparError: the package is not installed.
-    """
+    """Import ``module`` of an extra; raises MeshparError where its package is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

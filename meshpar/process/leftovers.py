@@ -33,11 +33,7 @@ _HOSTS_OWN = "pid:[4026531836]"  # linux/proc_ns.h: PROC_PID_INIT_INO
 @final
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """The parsed name of such a folder; ``tmp``: it will become ``of``, or is to be removed; ``old``: it was ``of``.
-
-    Attributes:
-        age_s: returns the seconds since something in it last changed.
-    """
+    """The parsed name of such a folder; ``tmp``: it will become ``of``, or is to be removed; ``old``: it was ``of``."""
 
     path: Any
     of: str
@@ -60,11 +56,7 @@ class Leftover:
         return not self.ours and not self.abandoned()
 
     def abandoned(self, *, sole_writer: bool = False) -> bool:
-        """Return whether no live process uses this folder.
-
-        Args:
-            sole_writer: whether this process is the only writer here, so that folders of other hosts are dead.
-        """
+        """Return whether no live process uses this folder; a ``sole_writer`` knows that other hosts' are dead."""
         if self.host != host_name():
             return sole_writer or self.age_s() > ABANDONED_S
         if self.ours:
@@ -76,9 +68,7 @@ class Leftover:
 
 # a path, or a place in a store
 def leftover(path: Any, age_s: Callable[[], float] | None = None) -> Leftover | None:  # noqa: ANN401
-    """Parse a folder's name; return None for a name of another kind. ``age_s``: see :class:`Leftover`; None: of a
-    folder on a disk.
-    """
+    """Parse a folder's name; None for one of another kind. ``age_s`` returns the seconds since a change."""
     found = _NAME.fullmatch(path.name)
     age_s = partial(untouched_s, path) if age_s is None else age_s
     return Leftover(path, found[1], found[2], found[3], int(found[4]), found[5], age_s) if found else None
@@ -123,9 +113,7 @@ def untouched_s(path: Path) -> float:
 
 
 def host_name() -> str:
-    """Return the host's name, in a container with what tells it from others of that name, whose processes this one
-    cannot see.
-    """
+    """Return the host's name, in a container with what tells it from others whose processes this one cannot see."""
     try:
         processes = os.readlink("/proc/self/ns/pid")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -146,9 +134,7 @@ def this_process() -> dict[str, str | int]:
 
 
 def is_running(process: int, id_: str) -> bool:
-    """Return whether a process of this host is running, and is the one whose ``id_`` begins with its
-    :func:`process_id`.
-    """
+    """Return whether a process of this host runs and is the one whose ``id_`` begins with its :func:`process_id`."""
     return _runs(process) and id_.startswith(_identity(process) or "")
 
 

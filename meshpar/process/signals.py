@@ -17,9 +17,7 @@ at work.
 
 
 def heard() -> tuple[signal.Signals, ...]:
-    """Return the signals that stop this process; those that its parent ignores, such as SIGHUP under ``nohup``, stay
-    ignored.
-    """
+    """Return the signals that stop this process, but for those that its parent ignores (SIGHUP under ``nohup``)."""
     return tuple(number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN)
 
 
@@ -30,17 +28,13 @@ def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def exit_code_of(reason: str | None) -> int:
-    """Return 0 for a complete run, and 128 + the signal's number for one that was asked to stop; other reasons count
-    as SIGTERM.
-    """
+    """Return 0 for a complete run, 128 + the signal's number for a stopped one; other reasons count as SIGTERM."""
     return 0 if reason is None else 128 + signal.Signals.__members__.get(reason, signal.SIGTERM)
 
 
 @final
 class Lenient:
-    """A stream that loses the text that it cannot write, as to a full disk, a closed terminal or a closed file;
-    training continues.
-    """
+    """A stream that loses text it cannot write, as to a full disk or a closed terminal, so that training continues."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

@@ -128,8 +128,7 @@ class Averaged:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the parameters' present values to the average, unless ``every`` or ``after`` leave this call out; call it
-        after each ``optimizer.step()``.
+        """Average the present values, unless ``every`` or ``after`` leave this call out; call it after each step.
 
         Raises:
             MeshparError: inside of :meth:`swapped`, or for a decay outside of 0 to 1.
@@ -145,12 +144,10 @@ class Averaged:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Give the module the averaged values inside of the ``with`` block, and its own back afterwards, bit for bit,
-        also after an error.
+        """Give the module the averaged values inside of the ``with`` block, and its own back afterwards, bit for bit.
 
         Raises:
-            MeshparError: already inside of it; or, at its end, for parameters that were changed inside, such as by an
-                optimizer's step.
+            MeshparError: already inside of it; or, at its end, for parameters that were changed inside.
         """
         self._refuse_inside("swapped()")
         reads = reads_of(self._module)
@@ -177,11 +174,9 @@ class Averaged:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average, placed as the parameters are and under their names, and the numbers of updates and calls.
+        """Return the average itself, placed and named as the parameters, and the numbers of updates and calls.
 
-        ``{"averages": {name: tensor}, "updates": tensor, "calls": tensor}``. The tensors are the average itself, so
-        that ``torch.distributed.checkpoint.load(averaged.state_dict(), ...)`` reads into it, on any mesh; then call
-        :meth:`load_state_dict`.
+        ``torch.distributed.checkpoint.load`` reads into it on any mesh; then call :meth:`load_state_dict`.
 
         Raises:
             MeshparError: inside of :meth:`swapped`.
@@ -194,13 +189,11 @@ class Averaged:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, placed as this module is, or whole tensors (of one process).
+        """Take what :meth:`state_dict` returned, or whole tensors. Collective where they are placed otherwise.
 
         Raises:
-            MeshparError: before anything is changed, with all names that are missing or unexpected, and all shapes that
-                differ; or inside of :meth:`swapped`.
-
-        Collective where a tensor is placed in another way than this module's.
+            MeshparError: before anything is changed, naming what is missing, unexpected or of another shape; or inside
+                of :meth:`swapped`.
         """
         self._refuse_inside("load_state_dict()")
         others = tensors_elsewhere(run_of(self._module)).keys() - self._averages.keys()
@@ -267,11 +260,7 @@ def _lerp(pairs: list[tuple[Tensor, Tensor]], weight: float) -> None:
 
 @torch.no_grad()
 def _exchanged(tensor: Tensor, average: Tensor) -> Callable[[], object]:
-    """Write an average into a tensor, and return what gives the tensor its values back.
-
-    Where the dtypes agree, the average's own memory takes the values before, so that only one tensor at a time is
-    copied.
-    """
+    """Write an average into a tensor, and return what gives it its values back; a copy of one tensor at a time."""
     before = local_tensor(tensor).clone()
     local_tensor(tensor).copy_(local_tensor(average))
     if average.dtype != tensor.dtype:

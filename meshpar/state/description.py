@@ -24,17 +24,7 @@ ADAM_STATE_TENSORS = 2
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Like parameters of one block, or of ``blocks`` like blocks.
-
-    Attributes:
-        block: name of the block; like ones share a row, ``layers.0..79``.
-        blocks: how many blocks the row stands for.
-        parameter: name within the block.
-        shape: of the whole parameter.
-        placements: by axis, ``"dp_replicate:copy dp_shard:dim 0 tp:dim 1"``, or ``"whole"``.
-        dtype: of the stored parameter.
-        rank_bytes: bytes of it that this rank stores, in one block.
-    """
+    """Like parameters of one block or of ``blocks`` like ones (``layers.0..79``), and the bytes a rank stores of each."""
 
     block: str
     blocks: int
@@ -48,18 +38,10 @@ class Row:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The tensors of one rank; ``str()`` prints the table.
+    """The tensors of one rank, block by block, tied ones once; ``str()`` prints the table.
 
-    Attributes:
-        title: the model and its plan.
-        rows: block by block.
-        parameters: number of parameters of the whole model; tied ones count once.
-        parameter_bytes: bytes of parameters that this rank stores.
-        gradient_bytes: the same for gradients (of trainable parameters).
-        optimizer_bytes: AdamW's two moments of trainable parameters; None: another optimizer, whose state is not known.
-        buffer_bytes: buffers, which every rank holds whole.
-        shard_bytes: the shard that this rank keeps for its replica, in the computing dtype, where it stores a slice of
-            the shard (``HybridShard(optimizer="world")``).
+    ``optimizer_bytes`` are AdamW's two moments, None for another optimizer. ``shard_bytes`` are those of the shard kept
+    for the replica where this rank stores a slice of it (``HybridShard(optimizer="world")``).
     """
 
     title: str
@@ -112,13 +94,7 @@ class Description:
 
 
 def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
-    """Return what this rank holds of ``module``; like blocks share their rows.
-
-    Args:
-        module: after its passes.
-        layout: its description.
-        title: of the table.
-    """
+    """Return what this rank holds of ``module`` after its passes; like blocks share their rows."""
     blocks = sorted(((name, child) for name, child in find_blocks(module, layout)), key=lambda item: -len(item[0]))
     rows: dict[str, list[Row]] = {}
     parameters = stored = gradients = 0

@@ -1,6 +1,4 @@
-"""A mesh as text and as SVG: which rank sits where, the groups of each axis, and the links that each crosses; and
-tables of text.
-"""
+"""A mesh as text and as SVG (which rank sits where, each axis' groups and links), and tables of text."""
 
 from __future__ import annotations
 
@@ -22,15 +20,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def mesh_text(spec: MeshSpec, ranks_per_node: int) -> str:
-    """Return the drawing as text.
-
-    Args:
-        spec: resolved.
-        ranks_per_node: ranks are numbered node by node.
-
-    Raises:
-        MeshError: the nodes are not all full.
-    """
+    """Return the drawing of a resolved mesh as text; raises MeshError where the nodes are not all full."""
     nodes = _nodes(spec, ranks_per_node)
     lines = [f"{spec}: {spec.size} ranks on {nodes} node{'s' if nodes > 1 else ''} of {ranks_per_node}", ""]
     for node in range(min(nodes, _MOST_NODES)):
@@ -48,11 +38,7 @@ def mesh_text(spec: MeshSpec, ranks_per_node: int) -> str:
 
 
 def mesh_svg(spec: MeshSpec, ranks_per_node: int) -> str:
-    """Return the drawing as one SVG: a panel for each axis, ranks of one colour are a group, red lines cross nodes.
-
-    Raises:
-        MeshError: the nodes are not all full.
-    """
+    """Return the drawing as one SVG, a panel for each axis; raises MeshError where the nodes are not all full."""
     nodes = min(_nodes(spec, ranks_per_node), _MOST_NODES)
     width = _LABEL + _CELL * ranks_per_node
     height = _TOP + _ROW * nodes + 14

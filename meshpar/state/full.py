@@ -1,7 +1,4 @@
-"""A parallel module's state as whole plain tensors, and what would take a rank's part for the model and is refused.
-
-The state is gathered to one rank or all, and loaded from there, a tensor at a time.
-"""
+"""A parallel module's state as whole plain tensors, one at a time, and refusals of what takes a rank's part for it."""
 
 from __future__ import annotations
 
@@ -38,9 +35,7 @@ last dim.
 
 @final
 class ShardedState(OrderedDict[str, Any]):
-    """``state_dict()`` of a parallel module or of its optimizer: DTensors, which ``torch.save`` would write as this
-    rank's part of them.
-    """
+    """``state_dict()`` of a parallel module or its optimizer, of which ``torch.save`` would write this rank's part."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise MeshparError(
@@ -58,12 +53,7 @@ class ShardedState(OrderedDict[str, Any]):
 
 @final
 class OptimizerStates(Moment):
-    """Let the ``state_dict()`` of a module's optimizers return what cannot be pickled by mistake, and place state that
-    they have loaded or will load.
-
-    Args:
-        of_some_layers: other ranks have the other layers.
-    """
+    """Let optimizers' ``state_dict()`` refuse to be pickled, and place the state that they have loaded or will load."""
 
     def __init__(self, *, of_some_layers: bool) -> None:
         self._of_some_layers = of_some_layers
@@ -83,13 +73,7 @@ class OptimizerStates(Moment):
 
 
 def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Divide whole plain tensors in the optimizer's state as their parameters are: ``load_state_dict`` received one
-    process's state.
-
-    Raises:
-        MeshparError: an optimizer of torch has a plain tensor of another shape than its sharded parameter, with which
-            it cannot step.
-    """
+    """Divide whole plain state as its parameters; raises MeshparError for another shape in an optimizer of torch."""
     if isinstance(optimizer, torch.optim.Adafactor):
         return  # its factors have other shapes, and its step places them
     for parameter, state in optimizer.state.items():
@@ -110,9 +94,7 @@ def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
-    """Let ``state_dict()`` return what cannot be pickled by mistake, and ``load_state_dict`` take whole plain
-    tensors, too.
-    """
+    """Let ``state_dict()`` refuse to be pickled by mistake, and ``load_state_dict`` take whole plain tensors, too."""
     inner = module.state_dict
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the module's
@@ -157,11 +139,7 @@ def _without_other_layers(module: nn.Module, state: dict[str, Any], prefix: str,
 
 
 def gather_state(module: nn.Module, *, everywhere: bool) -> dict[str, Any]:
-    """Return the module's state as whole tensors on the host, on rank 0 (the others get an empty dict) or
-    ``everywhere``.
-
-    One tensor at a time is whole on a device. Collective: every rank calls it.
-    """
+    """Return the state as whole host tensors on rank 0, or ``everywhere``; one at a time is on a device. Collective."""
     keep = everywhere or dist.get_rank() == 0
     state, known = dict[str, Any](), dict[int, Tensor]()
     if (layers := fact_of(module, Layers)) is not None:
@@ -210,13 +188,9 @@ def _gathered_stages(module: nn.Module, stage: int, stages: int, *, keep: bool) 
 def scatter_state(
     module: nn.Module, state: Mapping[str, Any], device: torch.device, *, from_rank_0: bool, strict: bool
 ) -> None:
-    """Copy each rank's part of whole tensors into the module; names, shapes and dtypes stay the module's.
+    """Copy each rank's part of whole tensors into the module; raises MeshparError before that where they do not fit.
 
-    Raises:
-        MeshparError: on every rank alike, before anything is copied: names that are missing or unexpected (``strict``),
-            other shapes.
-
-    Collective where ``from_rank_0``: every rank calls it, and rank 0 hands in the tensors.
+    Collective where ``from_rank_0``: rank 0 hands in the tensors.
     """
     others = tensors_elsewhere(run_of(module))
     own = {**_tensors(module), **others}
@@ -260,12 +234,7 @@ def misfits(own: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool
 
 
 def refuse_copies(module: Any, *, patch: bool = True) -> None:  # noqa: ANN401 - a module that gets attributes
-    """Refuse what would copy or write this rank's part as if it were the model.
-
-    Args:
-        module: the outermost module.
-        patch: also change functions of torch, as long as the module lives.
-    """
+    """Refuse what would copy or write this rank's part as the model; ``patch``: functions of torch, too."""
     module.__deepcopy__ = functools.partial(
         _refuse,
         "a parallel module cannot be copied, because the copy would run the original's weights; for averaged weights "

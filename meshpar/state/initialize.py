@@ -1,6 +1,4 @@
-"""Weights for a module that was built on the meta device: from a seed, the same on every mesh, or read from a
-source.
-"""
+"""Weights for a module that was built on the meta device: from a seed, the same on every mesh, or from a source."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ def without_memory(module: nn.Module) -> set[str]:
 
 
 def check_weights(tensors: Mapping[str, Tensor], what: str, guards: Sequence[str] = ()) -> None:
-    """Check that all ranks hand in the same tensors and have the same ``guards`` of packages; ``what`` is how the
-    message calls the tensors. Collective: every rank calls it.
-    """
+    """Check that all ranks hand in the same tensors, called ``what``, and the same ``guards``. Collective."""
     weights = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     check_equal(
         weights,
@@ -53,10 +49,7 @@ def check_weights(tensors: Mapping[str, Tensor], what: str, guards: Sequence[str
 
 
 def allocate(module: nn.Module, device: torch.device, parameter_device: torch.device) -> None:
-    """Give meta parameters and buffers memory, uninitialised, leave the others alone, and keep tied parameters tied.
-
-    Parameters that data ranks keep whole are on ``device``, where nothing gathers them.
-    """
+    """Give meta tensors memory, keeping ties; parameters that data ranks keep whole are on ``device``."""
     ties = tied_names(module)
     for child in module.modules():
         for name, buffer in child._buffers.items():
@@ -82,12 +75,9 @@ def retie(module: nn.Module, groups: list[tuple[str, ...]]) -> None:
 
 @torch.no_grad()
 def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.device, missing: set[str]) -> None:
-    """Fill the tensors named in ``missing``, module by module, with what one process would have drawn, and keep this
-    rank's part.
+    """Fill the ``missing`` tensors with what one process would have drawn, and keep this rank's part.
 
-    Each module draws from a generator seeded by ``seed`` and the module's name, into whole tensors that live only until
-    the rank's part is copied out: no more memory than the largest module, and no dependence on the mesh or on the order
-    of modules.
+    Each module draws whole tensors by a generator of ``seed`` and its name: neither mesh nor order of modules counts.
     """
     done: set[int] = set()
     for name, child in module.named_modules():
@@ -119,11 +109,9 @@ def from_source(
     ignore: Collection[str] = (),
     cast: bool = False,
 ) -> None:
-    """Read every parameter and persistent buffer from ``source``, each rank its own part only.
+    """Read this rank's part of every parameter and persistent buffer from ``source``.
 
-    Raises:
-        LayoutError: before anything is read, listing every name that is missing or unexpected, and every shape and
-            dtype that differs; or afterwards, tied names whose values differ. On all ranks alike.
+    Raises LayoutError, on all ranks alike, listing all that does not fit before anything is read, or ties that differ.
     """
     fit = compared(module, layout, source, ignore=ignore, cast=cast)
     if fit.problems:
@@ -145,15 +133,7 @@ def from_source(
 @final
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Weights beside the model that is to read them, compared by names, shapes and dtypes alone.
-
-    Attributes:
-        source: the weights, under the model's names if they have other ones.
-        held: the model's name of each tensor -> its names in the weights.
-        rebuilt: names of tensors that the weights lack and the modules fill.
-        problems: each missing or unexpected tensor, and each other shape or dtype.
-        remedies: how to make such weights fit, where that is known.
-    """
+    """How weights fit a model: the names that hold each tensor, those that modules rebuild, problems and remedies."""
 
     source: WeightSource
     held: Mapping[str, list[str]]
@@ -165,9 +145,7 @@ class Fit:
 def compared(
     module: nn.Module, layout: ModelLayout, source: WeightSource, *, ignore: Collection[str] = (), cast: bool = False
 ) -> Fit:
-    """Compare weights with a model, which may be on the meta device; nothing is read but the description of the
-    weights.
-    """
+    """Compare weights with a model, which may be on the meta device, by names, shapes and dtypes alone."""
     wanted: dict[str, Tensor] = dict(state(module))
     ties = {name: group for group in tied_names(module) for name in group}
     names = {name: (name, *(other for other in ties.get(name, ()) if other != name)) for name in wanted}

@@ -30,12 +30,7 @@ _AGAIN = (
 @final
 @dataclass(slots=True)
 class _Lent:
-    """The memory that a module lends, with its bytes on the host: the only copy until all of it is back.
-
-    Attributes:
-        slab: where they are beside a device that queues work, page-locked: locking takes as long as copying, and the
-            next block uses it again.
-    """
+    """The memory that a module lends, with its only copy on the host: page-locked, kept for the next block."""
 
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     slab: Slab = field(default_factory=lambda: Slab(0, pin=False))
@@ -59,12 +54,8 @@ _LENT: weakref.WeakKeyDictionary[nn.Module, _Lent] = weakref.WeakKeyDictionary()
 def on_the_host(module: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
     """Keep the values of ``tensors`` in host memory for the block, and give back the memory that they had.
 
-    Tensors, their views and everything that holds them stay the same objects. Calls of ``module``, saves and steps
-    raise MeshparError meanwhile.
-
-    Raises:
-        MeshparError: at the end, where the device has no memory for the values. They stay in host memory, and the
-            next block gives back these, too.
+    Calls of ``module``, saves and steps raise MeshparError meanwhile. So does the end of the block where the device has
+    no memory for the values: they stay on the host, and the next block gives back these, too.
     """
     reads, lent = reads_of(module), _LENT.setdefault(module, _Lent())
     if reads.away == _AGAIN:

@@ -21,10 +21,7 @@ def starts(sizes: Iterable[int]) -> list[int]:
 
 @final
 class Slab:
-    """Host memory of exactly ``nbytes``; pinned, it is whole pages of its own.
-
-    torch's pinned memory is rounded up to a power of two, and is never given back.
-    """
+    """Host memory of exactly ``nbytes``, given back unlike torch's; pinned, it is whole pages of its own."""
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8) if not pin or not nbytes else _pinned(nbytes)

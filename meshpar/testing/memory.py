@@ -27,9 +27,7 @@ _GOES_S = 2.0
 
 
 def storages() -> dict[int, tuple[int, Tensor]]:
-    """Return the bytes of each storage of this process, and a tensor in it, by the storage's number. Garbage counts,
-    too.
-    """
+    """Return the bytes of each storage of this process, garbage included, and a tensor in it, by its number."""
     by_number: dict[int, tuple[int, Tensor]] = {}
     seen: set[int] = set()
     waiting: list[Any] = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
@@ -55,9 +53,7 @@ def storages() -> dict[int, tuple[int, Tensor]]:
 
 
 def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
-    """Run something; return its result, the peak bytes of host memory that tensors took at a time, and those that
-    are left.
-    """
+    """Run something; return its result, the peak bytes of host memory of tensors, and those that are left."""
     with profile(profile_memory=True) as seen:
         result = run()
     assert seen is not None, "a profile is entered"

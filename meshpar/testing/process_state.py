@@ -28,11 +28,7 @@ class ProcessState:
         list(self._replaced())
 
     def restore(self, test: str) -> None:
-        """Put settings back, and refuse patches that ``test`` left.
-
-        Raises:
-            AssertionError: a function of meshpar or torch, or a constant of meshpar, is another one.
-        """
+        """Put settings back; raises AssertionError if ``test`` left a function, or a constant of meshpar, changed."""
         os.chdir(self._folder)
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
@@ -46,9 +42,7 @@ class ProcessState:
             )
 
     def _replaced(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield the names in modules and classes that stand for something else than at the last call: all of meshpar's
-        functions and constants, and the best known of torch's functions.
-        """
+        """Yield names of meshpar, and the best known of torch, that stand for other things than at the last call."""
         new = sys.modules.keys() - self._seen
         self._seen |= new
         self._watched += [name for name in new if _is_watched(name)]

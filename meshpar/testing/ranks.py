@@ -114,12 +114,7 @@ def launch(
 
 
 class RankProcesses:
-    """Processes of one group that run one test after another; a failure is the last that they run.
-
-    Attributes:
-        timeout_s: seconds of the longest test that they run, after which their collectives fail.
-        runs: number of tests that they have run.
-    """
+    """Processes of one group that run one test after another (``runs``); a failure is the last that they run."""
 
     def __init__(self, count: int, timeout_s: float, keep: bool) -> None:
         self._count, self.timeout_s, self._keep, self.runs = count, timeout_s, keep, 0

@@ -1,6 +1,4 @@
-"""Where weights come from: a model's names and their published names, the rules between them, and tensors read piece
-by piece.
-"""
+"""Where weights come from: rules between a model's names and published ones, and tensors read piece by piece."""
 
 from meshpar.weights.maps import Mapped, TypedSource, WeightMap, WeightSource, average_called, dtypes_of
 from meshpar.weights.rules import Fuse, Permute, Rename, Split, Transpose, Unstack

@@ -1,6 +1,4 @@
-"""LoRA's adapters as weights: the layers of a module that have them, and weights with their adapters merged, slice by
-slice.
-"""
+"""LoRA's adapters as weights: the layers that have them, and weights with their adapters merged, slice by slice."""
 
 from __future__ import annotations
 
@@ -45,13 +43,7 @@ class PackedAdapterLayer(Protocol):
 
 
 class AdapterFactors(NamedTuple):
-    """The adapters of one weight.
-
-    Attributes:
-        read: returns A and B as peft has them.
-        scale: ``alpha / rank``.
-        packed: the layer that adapts a packed weight; None: a linear layer's.
-    """
+    """How to read A and B of one weight as peft has them, ``alpha / rank``, and the layer of a packed weight."""
 
     read: Callable[[], tuple[Tensor, Tensor]]
     scale: float
@@ -60,13 +52,7 @@ class AdapterFactors(NamedTuple):
 
 @final
 class MergedAdapters:
-    """The weights of a model with its adapters added, read slice by slice: ``W + scale * left @ right``, as peft's
-    ``merge_and_unload``.
-
-    Args:
-        base: the frozen weights.
-        factors: the adapters of each adapted weight, by its name. They are read once for the slices of a weight.
-    """
+    """A model's weights with adapters added, read slice by slice, as peft's ``merge_and_unload``."""
 
     def __init__(self, base: TypedSource, factors: Mapping[str, AdapterFactors]) -> None:
         self.shapes, self.dtypes, self._base = base.shapes, base.dtypes, base

@@ -79,18 +79,14 @@ class WeightMap:
         return names
 
     def view(self, source: WeightSource) -> Mapped:
-        """Present a published file under our names and shapes; raises LayoutError for missing parts and clashes of
-        names.
-        """
+        """Present a published file under our names and shapes; raises LayoutError for missing parts and clashes."""
         views = _leaves(source)
         for rule in reversed(self.rules):
             views = _stage(views, rule, names_of(rule.theirs), names_of(rule.ours), rule.backward)
         return Mapped(views)
 
     def publish(self, source: WeightSource) -> Mapped:
-        """Present our tensors under their published names and shapes; raises LayoutError for missing parts and
-        clashes of names.
-        """
+        """Present our tensors under published names and shapes; raises LayoutError for missing parts and clashes."""
         views = _leaves(source)
         for rule in self.rules:
             views = _stage(views, rule, names_of(rule.ours), names_of(rule.theirs), rule.forward)
@@ -201,9 +197,7 @@ class Mapped:
         return {name: view.dtype for name, view in self._views.items() if view.dtype is not None}
 
     def origin(self, name: str) -> str | None:
-        """Return the source's name of a tensor that is carried over whole and unchanged; None where it is made of
-        others.
-        """
+        """Return the source's name of a tensor that is carried whole and unchanged; None if it is made of others."""
         return self._views[name].origin
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
@@ -215,9 +209,7 @@ class Mapped:
 
 
 def average_called(weights: str, names: Collection[str]) -> str | None:
-    """Return the name of the average that ``weights`` means: ``averaged``, of the only one, or a name; None:
-    ``trained``. Raises MeshparError if there is none, or several.
-    """
+    """Return the name of the average that ``weights`` means; None: ``trained``. Raises MeshparError without one."""
     if weights == "trained" or weights in names:
         return None if weights == "trained" else weights
     if weights == "averaged" and len(names) == 1:

@@ -1,6 +1,4 @@
-"""The rules of a weight map: how one or several of our tensors are one or several published ones, read piece by
-piece as views.
-"""
+"""The rules of a weight map: how our tensors are published ones, split, joined or reordered, read as views."""
 
 from __future__ import annotations
 
@@ -20,14 +18,7 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 @final
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor that is not in memory.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype; None where the source does not tell.
-        read: copies the piece at ``spans`` into a tensor of the piece's shape, casting to its dtype.
-        origin: the source's name of the tensor that this one is, whole and unchanged; None where it is made of others.
-    """
+    """A tensor that is not in memory; ``read`` copies and casts a piece, ``origin`` names one carried over whole."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -92,9 +83,7 @@ def joined(parts: Sequence[View], dim: int) -> View:
 
 
 def permuted(of: View, dim: int, outer: int, inner: int, unit: int) -> View:
-    """See every block of rows along ``dim`` as (outer, inner, unit) and exchange outer and inner; reads whole
-    blocks.
-    """
+    """See blocks of rows along ``dim`` as (outer, inner, unit) and exchange outer and inner; reads whole blocks."""
     block = outer * inner * unit
 
     def read(spans: Spans, out: torch.Tensor) -> None:

@@ -1,6 +1,4 @@
-"""What transformers' models need: their layout, read from the models themselves. Importing it does not import
-transformers.
-"""
+"""What transformers' models need, read from the models themselves, without importing transformers."""
 
 from meshpar.models.huggingface.adapter import check_attention, for_training, foreign_attention, from_config, layout_for
 

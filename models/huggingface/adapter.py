@@ -31,12 +31,7 @@ _LOGITS = re.compile(r"logits(_[A-Z]+)?$")
 
 
 def layout_for(module: nn.Module) -> ModelLayout | None:
-    """Return the layout of a transformers model; None for any other module.
-
-    The blocks are the layers in ``_no_split_modules``. The tensor-parallel table comes from ``tp_plan``, or for
-    verified architectures from their structure. The initial weights come from ``_init_weights``, and the stored names
-    from transformers' own conversions. ``docs/architectures.md`` lists what is exact under each plan.
-    """
+    """Return the layout of a transformers model; None for any other module. See ``docs/architectures.md``."""
     loaded = sys.modules.get("transformers.modeling_utils")
     if loaded is None or not isinstance(module, loaded.PreTrainedModel):
         return None
@@ -62,17 +57,12 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
 
 @quiet_imports()
 def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module:
-    """Build transformers' causal language model for a config, on the meta device, for training.
+    """Build transformers' causal language model for a config, on the meta device, in float32, without a cache.
 
-    Args:
-        source: the contents of a ``config.json``, or a folder that contains one. Nothing is downloaded.
-
-    Returns:
-        The model in float32, without a key/value cache, and with torch's SDPA if the model supports it.
+    ``source`` has the contents of a ``config.json``, or is a folder that contains one; nothing is downloaded.
 
     Raises:
-        LayoutError: transformers is not installed, the config has no ``model_type``, or its attention is a kernel of
-            the Hugging Face Hub.
+        LayoutError: transformers is missing, the config has no ``model_type``, or its attention is code of the Hub.
     """
     try:
         import transformers
@@ -120,9 +110,7 @@ def foreign_attention(config: Any) -> str | None:
 
 
 def for_training(auto: Any, config: Any) -> nn.Module:
-    """Return the model that an Auto class of transformers builds for a config: on the meta device, in float32, without
-    a key/value cache, whose published setting an export keeps.
-    """
+    """Return an Auto class's float32 meta model without a key/value cache, whose published setting an export keeps."""
     published = config.to_diff_dict().get("use_cache")
     config.use_cache = False
     with torch.device("meta"):
@@ -219,9 +207,7 @@ def _recompute_refusal(model: Any) -> str:
 
 @final
 class _WeightInitialiser:
-    """Initialise one module's own tensors by the model's ``_init_weights``. A class, because a forecast sends
-    layouts to its process.
-    """
+    """Initialise a module's own tensors by ``_init_weights``; a class, because a forecast sends it to its process."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -285,9 +271,7 @@ def _with_owners(model: Any) -> Iterator[tuple[nn.Module, Any]]:
 
 @contextmanager
 def _writing_only(tensors: Any, module: nn.Module) -> Iterator[None]:
-    """Let transformers' initialisers, inside ``module``, write ``tensors`` alone: they pass over what is flagged as
-    initialised.
-    """
+    """Let initialisers inside ``module`` write ``tensors`` alone: they pass over what is flagged as initialised."""
     wanted = {id(tensor) for tensor in tensors}
     every = [*module.parameters(), *module.buffers()]
     for tensor in every:
@@ -300,11 +284,7 @@ def _writing_only(tensors: Any, module: nn.Module) -> Iterator[None]:
 
 
 def head_of_logits(model: Any) -> str:
-    """Return the name of the layer whose output is the model's ``logits``, unchanged; empty where a scale or a cap may
-    come after it.
-
-    The forward of a class of transformers' own assigns ``logits`` once, from a call of its output embeddings.
-    """
+    """Return the layer that transformers' own forward calls for its ``logits``, once; else "": a scale may follow."""
     head = model.get_output_embeddings()
     name = next((name for name, child in model.named_modules() if child is head), "")
     if not isinstance(head, nn.Linear) or not name or not type(model).__module__.startswith("transformers."):

@@ -1,9 +1,6 @@
-"""ContextParallel for transformers' models: their own attention over the positions of every rank, through transformers'
-two interfaces.
+"""ContextParallel for transformers' models, through transformers' two interfaces, for masks and for attention.
 
-A model asks one interface for masks and the other for attention, both by the name in its config. Under a plan that
-splits positions the name is ours: masks are made for this rank's rows of the whole sequence, and attention exchanges
-positions around the function that the model used before.
+Masks are made for this rank's rows of the whole sequence; attention exchanges positions around the model's own.
 """
 
 from __future__ import annotations
@@ -132,12 +129,7 @@ def _has_positions(model: Any) -> bool:
 
 
 def _mixers(model: Any) -> tuple[str, ...]:
-    """Return the names of the modules that mix positions in a way of their own.
-
-    They attend past transformers' attention interface, or choose keys or add a bias among those of the whole row. In a
-    model that attends at all so do those beside attention: recurrences and linear attention, which hold a convolution
-    over positions. Towers for images and sound see no positions of the text.
-    """
+    """Return the text's modules that mix positions in their own way: past the interface, recurrent, by whole rows."""
     modules, configs = dict(model.named_modules()), (id(model.config), id(model.config.get_text_config()))
     towers = tuple(
         f"{name}."
@@ -288,9 +280,7 @@ class _WholeSequence:
     def _looks_ahead(
         self, function: Callable[..., Any], made_of: tuple[Any, ...], length: int, queries: Any, device: torch.device
     ) -> bool:
-        """Return whether a mask lets a query see a later position. Looked at once for each kind, for it waits for
-        the device.
-        """
+        """Return whether a mask lets a query see a later position; once for each kind, for it waits for the device."""
         kind = (length, repr(made_of))
         varies = any(isinstance(value, Tensor) for value in made_of)
         if varies or kind not in self._ahead:

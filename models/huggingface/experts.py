@@ -16,10 +16,7 @@ _IN_ORDER = ("Llama4TextExperts", "JetMoeParallelExperts")
 
 
 def experts_layout(model: Any) -> ExpertsLayout:
-    """Return what :class:`meshpar.ExpertParallel` needs to know of a transformers model.
-
-    Experts compute by transformers' interface of (hidden states, chosen experts, weights), but for ``in_order``.
-    """
+    """Return what :class:`meshpar.ExpertParallel` needs to know of a transformers model."""
     stacked = {name: module for name, module in model.named_modules() if _has_stacked_experts(module)}
     in_order = (generic(name) for name, module in stacked.items() if type(module).__name__ in _IN_ORDER)
     balance_refusal = (

@@ -1,8 +1,4 @@
-"""Tensor-parallel styles that transformers' models need beyond those of :mod:`meshpar.passes`, and a table without a
-``tp_plan``.
-
-The table of an architecture to which transformers gives none comes from the names and shapes of its projections.
-"""
+"""Tensor-parallel styles that transformers' models need, and the table of architectures without a ``tp_plan``."""
 
 from __future__ import annotations
 
@@ -71,14 +67,9 @@ class Refused(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class LatentKeys(Style):
-    """Latent attention's joint projection of compressed keys and values and of the rotary key (DeepSeek-V2, arXiv
-    2405.04434).
+    """Latent attention's joint projection, whose last ``rotary`` features are the rotary key (DeepSeek-V2, 2405.04434).
 
-    The compressed part is the input of a projection that sums its own gradient. The rotary part goes directly to this
-    rank's heads, so its gradient is summed here.
-
-    Attributes:
-        rotary: name of the module -> how many of its last output features are the rotary key.
+    The rotary part goes directly to this rank's heads, so its gradient is summed here; the rest's by its projection.
     """
 
     rotary: Mapping[str, int]
@@ -100,10 +91,7 @@ class LatentKeys(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class FullPositions(Style):
-    """On the base model, under sequence parallelism: give it the whole sequence's positions.
-
-    Without ``position_ids`` it would count them from its embeddings, of which this rank holds a part.
-    """
+    """On the base model, under sequence parallelism: give it the positions of the whole sequence, not of its part."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Fill in ``position_ids``."""
@@ -129,12 +117,7 @@ class FullPositions(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class Heads(Style):
-    """A region around an attention that keeps counts of its heads or features as attributes, which become this rank's.
-
-    Attributes:
-        local: keyword names of inputs that an earlier attention computed for this rank's heads.
-        counts: names of the attributes, where the attention has them.
-    """
+    """A region around an attention whose attributes in ``counts`` become this rank's; ``local``: its heads' inputs."""
 
     local: tuple[str, ...] = ()
     counts: tuple[str, ...] = (
@@ -172,12 +155,7 @@ class Heads(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class Head(Style):
-    """The output projection; where its logits stay split over the vocabulary, the model's own loss learns to take them.
-
-    Attributes:
-        model: the whole model, whose ``loss_function`` is replaced under loss parallelism.
-        gather: what the ``head`` style says of its output.
-    """
+    """The output projection; where logits stay split over the vocabulary, ``model.loss_function`` takes them."""
 
     model: Any = field(default=None, repr=False, compare=False)
     gather: str = "loss"
@@ -204,9 +182,7 @@ class Head(Style):
 
 
 def _split_loss(whole_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return transformers' causal loss for logits split over the vocabulary; ``whole_loss`` computes that of whole
-    logits.
-    """
+    """Return transformers' causal loss for logits split over the vocabulary; ``whole_loss`` takes whole ones."""
 
     def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, **options: Any) -> torch.Tensor:
         if not isinstance(logits, DTensor):

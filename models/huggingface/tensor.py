@@ -1,6 +1,4 @@
-"""The tensor-parallel table of a transformers model: its own ``tp_plan`` in meshpar's styles, and what is split over
-the vocabulary.
-"""
+"""The tensor-parallel table of a transformers model: its ``tp_plan`` in meshpar's styles, and the vocabulary's."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ def generic(name: str) -> str:
 
 
 def vocabulary_styles(model: Any, table: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return the styles of token embeddings and of the head, which a plan may leave out, and those that stay whole:
-    what is read outside of its own module. Tied ones are split together or not at all.
-    """
+    """Return the styles of embeddings and head, and the names that stay whole; tied ones are split together."""
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     ends: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -241,10 +237,7 @@ def _gpt2_table(model: Any) -> dict[str, Any]:
 
 
 def _without_sparse(model: nn.Module, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the table without modules that compute across their features between two projections (Gemma 3n's top-k).
-
-    If only some layers do so, the table names the other layers one by one.
-    """
+    """Yield the table without modules that compute across features between two projections (Gemma 3n's top-k)."""
     sparse = {name for name, module in model.named_modules() if (vars(module).get("activation_sparsity") or 0.0) > 0.0}
     for pattern, style in table.items():
         names = [name for name, _ in find_modules(model, pattern)]

@@ -1,8 +1,6 @@
-"""The stored form of a transformers model as a WeightMap: tensors renamed, split or fused, and stacked experts stored
-one by one.
+"""The stored form of a transformers model as a WeightMap.
 
-transformers' own conversion runs once, on tensors without memory. It returns views of the model's tensors, whose
-offsets and strides identify the part of the tensor that each stored tensor is.
+transformers' conversion runs once without memory; offsets and strides of its views say what part each tensor is.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ from meshpar.weights import Fuse, Rename, Split, Transpose, Unstack, WeightMap
 
 
 def weight_map(model: Any) -> WeightMap:
-    """Return the map to the names and shapes that ``save_pretrained`` writes.
-
-    A tensor whose stored form does not consist of parts (interleaved, permuted) keeps its own name, which transformers
-    also reads.
-    """
+    """Return the map to what ``save_pretrained`` writes; what does not consist of parts keeps its own name."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
@@ -71,9 +65,7 @@ def _storage(tensor: Tensor) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class _StoredPart:
-    """A stored tensor as a part of one of ours: from where and how much along every dim of ours (0: one, and the dim
-    is gone).
-    """
+    """A stored tensor as a part of one of ours: starts and sizes along our dims (size 0: one, and the dim is gone)."""
 
     name: str
     starts: tuple[int, ...]
@@ -84,22 +76,14 @@ class _StoredPart:
 @final
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """The result of the conversion.
-
-    Attributes:
-        own: our names -> tensors.
-        stored: their names -> tensors.
-        joined: storage of a stored tensor -> (itself, what it was joined of, along which dim).
-    """
+    """The conversion's tensors by our and by their names, and by storage what each was joined of along which dim."""
 
     own: Mapping[str, Tensor]
     stored: Mapping[str, Tensor]
     joined: Mapping[int, tuple[Tensor, list[Tensor], int]]
 
     def parts(self) -> dict[str, list[_StoredPart]]:
-        """Return our name -> the stored tensors that make it up, those of ours that are stored as something else
-        left out.
-        """
+        """Return our name -> the stored tensors that make it up, without ours that are stored as something else."""
         base = {_storage(tensor): name for name, tensor in self.own.items()}
         parts: dict[str, list[_StoredPart | None]] = {}
         for name, tensor in self.stored.items():
@@ -124,9 +108,7 @@ class _Conversion:
 
 
 def _part(name: str, tensor: Tensor, whole: Tensor) -> _StoredPart | None:
-    """Read from offset and strides which part of the contiguous ``whole`` a view is; None where it is no block of
-    it.
-    """
+    """Read from offset and strides which part of the contiguous ``whole`` a view is; None where it is no block."""
     strides, offset, starts = whole.stride(), tensor.storage_offset(), []
     for stride in strides:
         starts.append(offset // stride)
@@ -183,9 +165,7 @@ def _split(ours: str, parts: Sequence[_StoredPart], stars: int) -> list[Any] | N
 
 
 def _unstacked(pattern: str, parts: Sequence[_StoredPart], names: Sequence[str]) -> list[Any] | None:
-    """Return the rules for experts: split along a feature dim if several are fused, transpose the features, then one
-    tensor per expert.
-    """
+    """Return the rules for experts: split fused features, transpose the features, then one tensor per expert."""
     groups: dict[tuple[int, ...], list[tuple[_StoredPart, str]]] = {}
     for part, name in zip(parts, names, strict=True):
         groups.setdefault(part.starts[1:], []).append((part, name))
