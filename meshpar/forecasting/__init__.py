@@ -7,6 +7,7 @@ from meshpar.forecasting.api import Forecast, forecast
 from meshpar.forecasting.cost import Cost, cost
 from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.step import Batch, record_step
-from meshpar.forecasting.trace import Memory, Trace
+from meshpar.forecasting.trace import StepMemory as Memory
+from meshpar.forecasting.trace import Trace
 
 __all__ = ["Batch", "Cost", "Forecast", "Hardware", "Memory", "Trace", "cost", "forecast", "record_step"]

@@ -28,8 +28,7 @@ from meshpar.forecasting.step import Batch, Loss, summed_token_loss
 from meshpar.forecasting.trace import Trace
 from meshpar.plan import Plan, lost_replica_problems
 
-_PROBES = 2
-"""Blocks of the smaller of two probes: a first and a last one."""
+_PROBES = 2  # blocks of the smaller of two probes: a first and a last one
 
 
 def forecast(
@@ -128,7 +127,7 @@ def on_nodes(plan: Plan, profile: Hardware, world_size: int) -> Plan:
 
 
 def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tuple[Trace, str]:
-    """Return the trace of ``job`` at its whole depth, and how: ``probes``, or ``all`` where none can be extrapolated."""
+    """Return the trace of ``job`` at its whole depth, and whether it was replayed or extrapolated from probes."""
     depths = None
     if depth == "probes":
         with suppress(MeshparError):  # of blocks that differ
@@ -174,7 +173,7 @@ def _few_blocks(
 
 
 def probes(job: Simulation, depths: Depths) -> list[Simulation]:
-    """Return two jobs of few blocks to extrapolate from; ``job`` alone if that saves nothing, or replicas sum buckets."""
+    """Return two jobs of few blocks to extrapolate from, or ``job`` alone if that saves nothing, as with buckets."""
     period = math.lcm(*(pass_.period for pass_ in job.plan.passes))
     ahead = max((pass_.blocks_ahead for pass_ in job.plan.passes), default=1)
     first = _PROBES + max(0, ahead - 1)

@@ -29,7 +29,6 @@ class Span:
     lane: str
     name: str
     phase: str
-    scope: str
     start: float
     end: float
 
@@ -91,7 +90,7 @@ def _of_stages(trace: Trace, hardware: Hardware) -> Cost:
                 elif message.kind == "send":
                     sent[stage, message.peer, message.tag].append(clock.step(*events.popleft()))
                 elif message.kind == "recv" and (come := sent[message.peer, stage, message.tag]):
-                    clock.arrive(events.popleft()[1], come.popleft())
+                    clock.exchange(events.popleft()[1], come.popleft())
                 else:
                     break
         if sum(map(len, waiting)) < before:
@@ -151,32 +150,25 @@ class Clock:
             end = self._send(phase, event, event.collective)
         else:
             end = self._compute(phase, event)
-        self._noted(event, end)
+        self._note(event, end)
         return end
 
-    def arrive(self, event: Event, came: float) -> None:
-        """Wait for what another rank sends; the host waits, too, for the numbers behind a value."""
+    def exchange(self, event: Event, came: float = 0.0) -> None:
+        """Issue a message, and wait until ``came`` for another rank's; the host waits for the numbers of a header."""
         assert event.collective is not None
         self.host += self.hardware.host
-        self.wait_until(came, event.collective.axis)
-        if event.collective.dtype == "uint8":
+        if came:
+            self.wait_until(came, event.collective.axis)
+        if event.collective.kind == "recv" and event.collective.dtype == "uint8":
             self.host = max(self.host, self.free["compute"])
-        self._noted(event, self.free["compute"])
-
-    def pass_over(self, event: Event) -> None:
-        """Issue a message without waiting for other ranks."""
-        self.host += self.hardware.host
-        if event.collective is not None and event.collective.kind == "recv" and event.collective.dtype == "uint8":
-            self.host = max(self.host, self.free["compute"])
-        self._noted(event, self.free["compute"])
+        self._note(event, self.free["compute"])
 
     def wait_until(self, time: float, axis: str) -> None:
         """Let the main stream wait for other ranks."""
-        free = max(self.free["compute"], self.host)
-        self.exposed[axis] += max(0.0, time - free)
+        self.exposed[axis] += max(0.0, time - max(self.free["compute"], self.host))
         self.free["compute"] = max(self.free["compute"], time)
 
-    def _noted(self, event: Event, end: float) -> None:
+    def _note(self, event: Event, end: float) -> None:
         self.ends.append(end)
         if event.collective is not None:
             self.axis[event.stream] = event.collective.axis
@@ -204,9 +196,7 @@ class Clock:
         if event.kind == "collective" and event.stream == "compute" and sent.peer < 0:
             self.exposed[sent.axis] += took
         self.busy_until = max(self.busy_until, end)
-        self.spans.append(
-            Span(lane=lane, name=f"{sent.kind} {sent.axis}", phase=phase, scope=event.scope, start=start, end=end)
-        )
+        self._draw(lane, f"{sent.kind} {sent.axis}", phase, start, end)
         return end
 
     def _compute(self, phase: str, event: Event) -> float:
@@ -227,10 +217,11 @@ class Clock:
         end = self.free[event.stream] = start + took
         if event.stream == "compute":
             self.computing[kind] += took
-        self.spans.append(
-            Span(lane=event.stream, name=event.name, phase=phase, scope=event.scope, start=start, end=end)
-        )
+        self._draw(event.stream, event.name, phase, start, end)
         return end
+
+    def _draw(self, lane: str, name: str, phase: str, start: float, end: float) -> None:
+        self.spans.append(Span(lane=lane, name=name, phase=phase, start=start, end=end))
 
 
 def computing_time(event: Event, moved: int, hardware: Hardware) -> tuple[float, str]:

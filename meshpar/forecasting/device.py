@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, final
 
@@ -88,26 +88,13 @@ class StreamEvent:
         return True
 
 
-@final
-class _OnStream:
-    def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        self.before = Stream.current
-        Stream.current = self.stream or Stream.current
-
-    def __exit__(self, *_: object) -> None:
-        Stream.current = self.before
-
-
-@final
-class _Nothing:
-    def __init__(self, *_: object) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+@contextmanager
+def _on_stream(stream: Stream | None) -> Iterator[None]:
+    before, Stream.current = Stream.current, stream or Stream.current
+    try:
+        yield
+    finally:
+        Stream.current = before
 
 
 @final
@@ -130,35 +117,32 @@ class _Generator:
     def manual_seed(self, seed: int) -> None: ...
 
 
-def _module() -> Any:
-    """Return the object that becomes ``torch.simgpu``."""
+class _SimulatedGPU(DeviceModule):
+    """What becomes ``torch.simgpu``."""
 
-    class Module(DeviceModule):
-        Stream = Stream
-        Event = StreamEvent
-        stream = staticmethod(_OnStream)
-        device = staticmethod(_Nothing)
-        default_generators: ClassVar[tuple[_Generator, ...]] = (_Generator(),)
+    Stream = Stream
+    Event = StreamEvent
+    stream = staticmethod(_on_stream)
+    device = staticmethod(nullcontext)
+    default_generators: ClassVar[tuple[_Generator, ...]] = (_Generator(),)
 
-        def current_stream(self, device: object = None) -> Any:
-            return Stream.current
+    def current_stream(self, device: object = None) -> Any:
+        return Stream.current
 
-        def default_stream(self, device: object = None) -> Any:
-            return _COMPUTE
+    def default_stream(self, device: object = None) -> Any:
+        return _COMPUTE
 
-        def set_device(self, device: object) -> None: ...
+    def set_device(self, device: object) -> None: ...
 
-        def synchronize(self, device: object = None) -> None: ...
+    def synchronize(self, device: object = None) -> None: ...
 
-        def get_rng_state(self, device: object = None) -> torch.Tensor:
-            return torch.empty(16, dtype=torch.uint8, device="cpu")
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.empty(16, dtype=torch.uint8, device="cpu")
 
-        def set_rng_state(self, state: torch.Tensor, device: object = None) -> None: ...
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None: ...
 
-        def get_amp_supported_dtype(self) -> list[torch.dtype]:
-            return [torch.bfloat16, torch.float16]
-
-    return Module()
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
 
 
 _COMPUTE = Stream(name="compute")
@@ -167,7 +151,7 @@ Stream.current = _COMPUTE
 
 def install() -> None:
     """Register the device with torch, and let the fake process group serve it; once, for the life of the process."""
-    module = _module()
+    module = _SimulatedGPU()
     register_device(NAME, module)
     setattr(torch.accelerator, "current_stream", module.current_stream)  # noqa: B010 - which FSDP2 asks, too
     module.kernels = define()  # they live as long as the device
@@ -191,8 +175,7 @@ def kernels_of(target: str, *, documents: bool = False) -> Iterator[None]:
     if target == "cuda":
         F.rms_norm = partial(_normalised, norm)
     if packed is not None:
-        # It looks into position_ids for packed samples, and where values cannot be read it supposes some, whose mask
-        # flash attention cannot take.
+        # Where it cannot read position_ids it supposes packed samples, whose mask flash attention cannot take.
         setattr(masks, packed.__name__, lambda position_ids: None)
     try:
         yield
@@ -217,17 +200,15 @@ def _attend(
     if target == "cpu":
         if dropout_p:
             return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale)
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     channels = query.shape[-1]
     if query.dtype in _HALF and not masked and channels <= _MOST_CHANNELS and channels % _CHANNELS_STEP == 0:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if query.shape[1] == key.shape[1]:
         bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, True, dropout_p, is_causal, scale=scale
-        )[0]
+        efficient = aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
     return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 

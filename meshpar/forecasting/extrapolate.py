@@ -22,7 +22,7 @@ def deepened(shallow: Trace, deeper: Trace, depth: int) -> Trace:
     times = (depth - shallow.depth) // step
     phases, places = [], _Places()
     for few, more in _pairs(shallow, deeper):
-        phases.append(Phase(name=more.name, events=_stretched(few.events, more.events, times, places)))
+        phases.append(Phase(name=more.name, events=_stretch(few.events, more.events, times, places)))
     return replace(
         deeper,
         depth=depth,
@@ -39,9 +39,8 @@ def widened(one: Trace, two: Trace, times: int) -> Trace:
     for first, second in _pairs(one, two):
         if len(first.events) != len(second.events):
             raise MeshparError(f"the {first.name} of one sample and of two differ in more than amounts")
-        phases.append(
-            Phase(name=first.name, events=tuple(_grown(a, b, times - 1) for a, b in zip(first.events, second.events)))
-        )
+        events = tuple(_grow(a, b, times - 1) for a, b in zip(first.events, second.events))
+        phases.append(Phase(name=first.name, events=events))
     return replace(one, tokens=one.tokens * times, held=_line(one.held, two.held, times - 1), phases=tuple(phases))
 
 
@@ -80,15 +79,15 @@ def _pairs(one: Trace, other: Trace) -> list[tuple[Phase, Phase]]:
     return list(zip(one.phases, other.phases))
 
 
-def _stretched(few: Sequence[Event], more: Sequence[Event], times: int, places: _Places) -> tuple[Event, ...]:
+def _stretch(few: Sequence[Event], more: Sequence[Event], times: int, places: _Places) -> tuple[Event, ...]:
     period = len(more) - len(few)
     if period < 0:
         raise MeshparError("more blocks ran fewer operators, which cannot be extrapolated")
     cut = _cut(few, more, period) if period else len(few)
     base, start = places.old, places.new
-    head = [_grown(a, b, times) for a, b in zip(few[:cut], more[:cut])]
+    head = [_grow(a, b, times) for a, b in zip(few[:cut], more[:cut])]
     body = list(more[cut : cut + period])
-    tail = [_grown(a, b, times) for a, b in zip(few[cut:], more[cut + period :])]
+    tail = [_grow(a, b, times) for a, b in zip(few[cut:], more[cut + period :])]
     extra = (times - 1) * period if period else 0
     # Later events wait for the last repetition of the stretch that repeats.
     places.of += [start + at + (extra if at >= cut else 0) for at in range(len(more))]
@@ -125,6 +124,7 @@ def _cut(few: Sequence[Event], more: Sequence[Event], period: int) -> int:
 
 
 _IMPOSSIBLE = 1 << 40
+_AMOUNTS = ("memory", "collective", "flops", "moved", "shape")
 
 
 def _misfits(pairs: Any) -> list[int]:
@@ -133,12 +133,8 @@ def _misfits(pairs: Any) -> list[int]:
     for a, b in pairs:
         if _kind(a) != _kind(b):
             total += _IMPOSSIBLE
-        elif (
-            a.memory != b.memory
-            or a.collective != b.collective
-            or (a.flops, a.moved, a.shape) != (b.flops, b.moved, b.shape)
-        ):
-            total += 1
+        else:
+            total += any(getattr(a, name) != getattr(b, name) for name in _AMOUNTS)
         counts.append(total)
     return counts
 
@@ -147,40 +143,26 @@ def _kind(event: Event) -> tuple[Any, ...]:
     """Return what two events must share for one to be the other in a larger model."""
     sent = event.collective
     what = None if sent is None else (sent.kind, sent.axis, sent.dtype)
-    return (
-        event.kind,
-        event.name,
-        event.stream,
-        event.recomputed,
-        what,
-        tuple(held_by for held_by, _ in event.memory),
-        len(event.shape),
-    )
+    holders = tuple(holder for holder, _ in event.memory)
+    return event.kind, event.name, event.stream, event.recomputed, what, holders, len(event.shape)
 
 
-def _grown(a: Event, b: Event, times: int) -> Event:
+def _grow(a: Event, b: Event, times: int) -> Event:
     """Return ``a`` after ``times`` of the steps that make it ``b``."""
     if _kind(a) != _kind(b):
         raise MeshparError(f"two probes do different things: {a.name} and {b.name}")
-    if (a.memory, a.flops, a.moved, a.fused, a.collective) == (b.memory, b.flops, b.moved, b.fused, b.collective):
-        return replace(b, shape=_between(a.shape, b.shape, times)) if a.shape != b.shape else b
-    return replace(
-        b,
-        flops=a.flops + times * (b.flops - a.flops),
-        moved=a.moved + times * (b.moved - a.moved),
-        fused=a.fused + times * (b.fused - a.fused),
-        shape=_between(a.shape, b.shape, times),
-        memory=tuple((held_by, x + times * (y - x)) for (held_by, x), (_, y) in zip(a.memory, b.memory)),
-        collective=_larger(a.collective, b.collective, times),
-    )
-
-
-def _between(a: tuple[int, ...], b: tuple[int, ...], times: int) -> tuple[int, ...]:
-    return tuple(x + times * (y - x) for x, y in zip(a, b))
-
-
-def _larger(a: Collective | None, b: Collective | None, times: int) -> Collective | None:
-    return b if a is None or b is None else replace(b, size=a.size + times * (b.size - a.size))
+    changed = {name: getattr(a, name) for name in (*_AMOUNTS, "fused") if getattr(a, name) != getattr(b, name)}
+    for name, value in changed.items():
+        other = getattr(b, name)
+        if isinstance(value, Collective):
+            changed[name] = replace(other, size=value.size + times * (other.size - value.size))
+        elif name == "memory":
+            changed[name] = tuple((holder, x + times * (y - x)) for (holder, x), (_, y) in zip(value, other))
+        elif name == "shape":
+            changed[name] = tuple(x + times * (y - x) for x, y in zip(value, other))
+        else:
+            changed[name] = value + times * (other - value)
+    return replace(b, **changed) if changed else b
 
 
 def _line(a: Mapping[str, int], b: Mapping[str, int], times: int) -> dict[str, int]:

@@ -19,9 +19,7 @@ Verdict = Literal["fits", "may fit", "does not fit"]
 _LEVELS = 4
 """Largest depth of a profile's YAML."""
 RESERVED_RANGE = (1.07, 1.35)
-"""Bytes that torch's allocator reserves, over the forecast peak of tensors: least and most of the published runs
-that report it.
-"""
+"""Bytes that torch's allocator reserves over the forecast peak of tensors: least and most of published runs."""
 
 
 def reserved_range(peak: float) -> tuple[float, float]:
@@ -88,11 +86,7 @@ class Hardware:
 
     @classmethod
     def load(cls, source: str | Path) -> Hardware:
-        """Read a profile: the name of one that comes with meshpar, or a YAML file.
-
-        Raises:
-            MeshparError: there is none, or its fields are not these.
-        """
+        """Read a profile that comes with meshpar, by its name, or a YAML file; raises MeshparError if it cannot."""
         names = profiles()
         path = names.get(str(source), Path(source))
         if not path.is_file():
@@ -137,18 +131,12 @@ class Hardware:
         return self.memory - self.reserved
 
     def verdict(self, peak: float) -> Verdict:
-        """Return whether what an allocator reserves for tensors of ``peak`` bytes has room: in every case, in some,
-        or in none.
-        """
+        """Return whether what an allocator reserves for ``peak`` bytes of tensors has room: always, at times, never."""
         least, largest = reserved_range(peak)
         return "fits" if largest <= self.room else "may fit" if least <= self.room else "does not fit"
 
     def flops(self, dtype: str) -> float:
-        """Return the peak for ``dtype``; one that is not listed counts as float32.
-
-        Raises:
-            MeshparError: float8 is not listed.
-        """
+        """Return the peak for ``dtype``, unlisted as float32's; raises MeshparError where float8 is not listed."""
         if dtype == FLOAT8 and FLOAT8 not in self.peak:
             listed = ", ".join(self.peak)
             raise MeshparError(
@@ -162,6 +150,9 @@ def profiles() -> dict[str, Path]:
     """Return the profiles that come with meshpar, by name."""
     folder = Path(str(resources.files("meshpar.forecasting") / "profiles"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+_MAY_BE_0 = ("reserved", "contention", "launch", "host", "node_latency", "network_latency", "tile")
 
 
 def _number(name: str, value: object, where: str) -> object:
@@ -181,9 +172,6 @@ def _number(name: str, value: object, where: str) -> object:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise MeshparError(f"hardware profile {where}: {name} is {value!r}, expected a number") from None
-    if number < 0 or (
-        number == 0
-        and name not in ("reserved", "contention", "launch", "host", "node_latency", "network_latency", "tile")
-    ):
+    if number < 0 or (number == 0 and name not in _MAY_BE_0):
         raise MeshparError(f"hardware profile {where}: {name} is {value!r}, expected a positive number")
     return int(number) if name == "node" else number

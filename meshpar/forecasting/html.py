@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from meshpar.forecasting.cost import ERROR_RANGE
@@ -34,6 +34,7 @@ _WIDTH, _POINTS, _SHOWN = 1000, 700, 20
 def page(forecasts: Sequence[Forecast], ranking: Ranking | None = None) -> str:
     """Return the page: the first forecast in full, the memory of all side by side, and what a search found."""
     first = forecasts[0]
+    exposed = [f"{axis} {_time(seconds)}" for axis, seconds in first.cost.exposed.items() if seconds > 5e-5]
     parts = [
         f"<h1>{escape(first.title)}</h1>",
         _figures(first),
@@ -43,7 +44,7 @@ def page(forecasts: Sequence[Forecast], ranking: Ranking | None = None) -> str:
         _curve(first),
         "<h2>Streams over the step</h2>",
         _timeline(first, 0.0, first.cost.seconds),
-        f"<small>compute waits for: {_exposed(first)}. Below, a few blocks of backward:</small>",
+        f"<small>compute waits for: {', '.join(exposed) or 'nothing'}. Below, a few blocks of backward:</small>",
         _timeline(first, *_few_blocks(first)),
         *(["<h2>Schedule of the stages</h2>", _schedule(first)] if first.trace.stages else []),
         "<h2>Mesh</h2>",
@@ -80,16 +81,11 @@ def _figures(forecast: Forecast) -> str:
         (_time(timed.seconds), f"step, {_time(least)} to {_time(slowest)} (± {ERROR_RANGE:.0%})"),
         (f"{timed.tokens_per_second:,.0f}", f"tokens/s, {timed.tokens_per_second / forecast.world_size:,.0f} a rank"),
         (f"{timed.mfu:.1%}", "MFU"),
-        (
-            with_unit(forecast.trace.parameters),
-            f"parameters, {forecast.trace.exact['parameters'] / GIB:.3f} GiB of them a rank",
-        ),
     ]
-    return (
-        "<div class=f>"
-        + "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in figures)
-        + "</div>"
-    )
+    exact = f"parameters, {forecast.trace.exact['parameters'] / GIB:.3f} GiB of them a rank"
+    figures.append((with_unit(forecast.trace.parameters), exact))
+    cells = "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in figures)
+    return f"<div class=f>{cells}</div>"
 
 
 def _stacks(forecasts: Sequence[Forecast]) -> str:
@@ -114,15 +110,13 @@ def _stacks(forecasts: Sequence[Forecast]) -> str:
     drawn.append(
         f'<line x1={room * scale:.1f} x2={room * scale:.1f} y1=0 y2={height} stroke="#b5544d" stroke-dasharray="4 3"/>'
     )
-    keys = "".join(
-        f'<i style="background:{_COLOURS[name]}"></i>{name}'
-        for name in HELD
-        if any(forecast.memory.held.get(name) for forecast in forecasts)
-    )
-    return (
-        f"<svg viewBox='0 0 {_WIDTH} {height}'>{''.join(drawn)}</svg><div class=k>{keys}; dashed: what tensors can "
-        "have</div>"
-    )
+    names = [name for name in HELD if any(forecast.memory.held.get(name) for forecast in forecasts)]
+    keys = f"<div class=k>{_keys(_COLOURS, names)}; dashed: what tensors can have</div>"
+    return f"<svg viewBox='0 0 {_WIDTH} {height}'>{''.join(drawn)}</svg>{keys}"
+
+
+def _keys(colours: Mapping[str, str], names: Iterable[str]) -> str:
+    return "".join(f'<i style="background:{colours[name]}"></i>{name}' for name in names)
 
 
 def _curve(forecast: Forecast) -> str:
@@ -140,21 +134,14 @@ def _curve(forecast: Forecast) -> str:
         last = size or last
         points.append(f"{at * _WIDTH / _POINTS:.1f},{200 - 190 * last / peak:.1f}")
     area = f"<polygon points='0,200 {' '.join(points)} {_WIDTH},200' fill='#4f8fc0' fill-opacity=.35 stroke='#2f5d8a'/>"
-    phases = "".join(
-        f"<text x={start * _WIDTH / total:.0f} y=216>{name}</text>"
-        f"<line x1={start * _WIDTH / total:.0f} x2={start * _WIDTH / total:.0f} "
-        'y1=0 y2=204 stroke="#c9d3db"/>'
-        for name, start in _phase_starts(forecast)
-        if name not in ("start", "optimizer")
-    )
-    return f"<svg viewBox='0 0 {_WIDTH} 222'>{area}{phases}<text x=4 y=14>{peak / GIB:.2f} GiB</text></svg>"
-
-
-def _phase_starts(forecast: Forecast) -> Iterator[tuple[str, float]]:
-    first = 0
+    phases, first = "", 0
     for phase in forecast.trace.phases:
-        yield phase.name, forecast.cost.ends[first - 1] if first else 0.0
+        x = f"{(ends[first - 1] if first else 0.0) * _WIDTH / total:.0f}"
         first += len(phase.events)
+        if phase.name not in ("start", "optimizer"):
+            line = f'<line x1={x} x2={x} y1=0 y2=204 stroke="#c9d3db"/>'
+            phases += f"<text x={x} y=216>{phase.name}</text>{line}"
+    return f"<svg viewBox='0 0 {_WIDTH} 222'>{area}{phases}<text x=4 y=14>{peak / GIB:.2f} GiB</text></svg>"
 
 
 def _few_blocks(forecast: Forecast) -> tuple[float, float]:
@@ -163,13 +150,6 @@ def _few_blocks(forecast: Forecast) -> tuple[float, float]:
     start, end = (backward[0].start, backward[-1].end) if backward else (0.0, forecast.cost.seconds)
     middle, width = (start + end) / 2, 3 * (end - start) / max(3, forecast.trace.depth)
     return middle - width / 2, middle + width / 2
-
-
-def _exposed(forecast: Forecast) -> str:
-    return (
-        ", ".join(f"{axis} {_time(seconds)}" for axis, seconds in forecast.cost.exposed.items() if seconds > 5e-5)
-        or "nothing"
-    )
 
 
 def _timeline(forecast: Forecast, start: float, end: float) -> str:
@@ -221,8 +201,8 @@ def _schedule(forecast: Forecast) -> str:
             )
             if width > 12:
                 parts.append(f"<text x={70 + x + width / 2 - 3:.1f} y={top + 18} style='fill:#fff'>{number}</text>")
-    keys = "".join(f'<i style="background:{colour}"></i>{name}' for name, colour in _BOXES.items())
-    return f"<svg viewBox='0 0 {_WIDTH} {stage * 30 + 34}'>{''.join(parts)}</svg><div class=k>{keys}</div>"
+    keys = f"<div class=k>{_keys(_BOXES, _BOXES)}</div>"
+    return f"<svg viewBox='0 0 {_WIDTH} {stage * 30 + 34}'>{''.join(parts)}</svg>{keys}"
 
 
 def _mesh(forecast: Forecast) -> str:
@@ -250,16 +230,11 @@ def _collectives(forecast: Forecast) -> str:
 
 
 def _lints(forecast: Forecast) -> str:
-    if not forecast.lints:
-        return "<p>Nothing was found.</p>"
-    prices = [_time(lint.seconds) if lint.seconds else f"{lint.size / GIB:.2f} GiB" for lint in forecast.lints]
-    return (
-        "<ul>"
-        + "".join(
-            f"<li><b>{lint.name}</b>, {price}: {escape(lint.text)}</li>" for lint, price in zip(forecast.lints, prices)
-        )
-        + "</ul>"
-    )
+    items = ""
+    for lint in forecast.lints:
+        price = _time(lint.seconds) if lint.seconds else f"{lint.size / GIB:.2f} GiB"
+        items += f"<li><b>{lint.name}</b>, {price}: {escape(lint.text)}</li>"
+    return f"<ul>{items}</ul>" if items else "<p>Nothing was found.</p>"
 
 
 def _ranking(ranking: Ranking) -> str:
@@ -272,12 +247,8 @@ def _ranking(ranking: Ranking) -> str:
         f"<tr><td>{escape(str(candidate.settings))}<td>{escape(candidate.problem)}</tr>"
         for candidate in sorted(ranking.out, key=lambda e: e.peak)[:_SHOWN]
     )
-    rest = (
-        f"<h2>Settings that do not ({len(ranking.out)}), the nearest to fitting first</h2><table>{out}</table>"
-        if out
-        else ""
-    )
-    return f"<table>{head}{body}</table>{rest}"
+    rest = f"<h2>Settings that do not ({len(ranking.out)}), the nearest to fitting first</h2><table>{out}</table>"
+    return f"<table>{head}{body}</table>{rest if out else ''}"
 
 
 def _row(candidate: Candidate) -> str:

@@ -27,19 +27,10 @@ class Lint:
 
 def lints(trace: Trace, timed: Cost, hardware: Hardware) -> tuple[Lint, ...]:
     """Return the findings that matter, the dearest first."""
-    every = [
-        *_float32(trace, timed, hardware),
-        *_tensor_parallel(trace, hardware),
-        *_padding(trace, hardware),
-        *_logits(trace),
-        *_attention(trace, hardware),
-        *_masks(trace),
-        *_exposed(timed),
-        *_spanning(trace, hardware),
-    ]
-    matter = [
-        lint for lint in every if lint.seconds > _SMALLEST * timed.seconds or lint.size > _SMALLEST * hardware.memory
-    ]
+    rules = (_float32, _tensor_parallel, _padding, _logits, _attention, _masks, _exposed, _spanning)
+    every = [lint for rule in rules for lint in rule(trace, timed, hardware)]
+    least, smallest = _SMALLEST * timed.seconds, _SMALLEST * hardware.memory
+    matter = [lint for lint in every if lint.seconds > least or lint.size > smallest]
     return tuple(sorted(matter, key=lambda lint: (-lint.seconds, -lint.size)))
 
 
@@ -59,7 +50,7 @@ def _float32(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
         )
 
 
-def _tensor_parallel(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
+def _tensor_parallel(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
     """More than one preparation of a region's input: projections that gather or reduce each for themselves."""
     gathers = _sent(trace, "forward", "tp", "all_gather", in_blocks=True)
     calls = trace.depth * sum(phase.name == "forward" for phase in trace.phases)
@@ -85,7 +76,7 @@ def _sent(trace: Trace, phase: str, axis: str, kind: str, *, in_blocks: bool | N
     ]
 
 
-def _padding(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
+def _padding(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
     """The padding that FSDP gathers, because dim 0 does not divide by the ranks."""
     shards = trace.axes.get("dp_shard", 1)
     gathers = _sent(trace, "forward", "dp_shard", "all_gather")
@@ -104,10 +95,9 @@ def _padding(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
         )
 
 
-def _logits(trace: Trace) -> Iterator[Lint]:
+def _logits(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
     gathered, ranks = _sent(trace, "forward", "tp", "", in_blocks=False), trace.axes.get("tp", 1)
-    # The embedding's reduction comes first and is as large as the hidden states, which sequence parallelism gathers for
-    # the head.
+    # The embedding's reduction comes first, as large as the hidden states that sequence parallelism gathers.
     whole = [gather.size for gather in gathered[1:] if gather.kind == "all_gather" and gather.size > gathered[0].size]
     saved = trace.memory().held.get("logits and loss", 0) * (ranks - 1) // ranks
     if whole and saved:
@@ -119,7 +109,7 @@ def _logits(trace: Trace) -> Iterator[Lint]:
         )
 
 
-def _attention(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
+def _attention(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
     slow = {
         "_scaled_dot_product_efficient_attention": "the memory-efficient kernel (float32, or a mask)",
         "_softmax": "plain attention, which holds the scores (float32 with grouped heads)",
@@ -140,7 +130,7 @@ def _allocated(event: Event) -> int:
     return sum(change for _, change in event.memory if change > 0)
 
 
-def _masks(trace: Trace) -> Iterator[Lint]:
+def _masks(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
     products = {event.shape[1:3] for _, event in trace.events() if "attention" in event.name and event.shape}
     names = {"tril", "where", "bitwise_and", "expand", "masked_fill", "le", "ge", "lt"}
     sizes = [_allocated(event) for _, event in trace.events() if event.name in names]
@@ -153,13 +143,12 @@ def _masks(trace: Trace) -> Iterator[Lint]:
             )
 
 
-def _exposed(timed: Cost) -> Iterator[Lint]:
+def _exposed(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
     for axis, seconds in timed.exposed.items():
         help_ = {
             "tp": "fewer ranks on tp, or a larger micro-batch",
-            "dp_shard": (
-                "a larger micro-batch, prefetch_forward=1, or shards inside a node with replicas across (HybridShard)"
-            ),
+            "dp_shard": "a larger micro-batch, prefetch_forward=1, or shards inside a node with replicas across "
+            "(HybridShard)",
             "dp_replicate": "more accumulation, or fewer replicas",
             "pp": "more micro-batches, virtual=2, or other cuts (stages=)",
         }.get(axis, "a larger micro-batch")
@@ -170,7 +159,7 @@ def _exposed(timed: Cost) -> Iterator[Lint]:
         )
 
 
-def _spanning(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
+def _spanning(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
     axis = [sent for _, sent in trace.collectives() if sent.axis == "tp"]
     seconds = sum(sending_time(sent, hardware) for sent in axis if placement(sent, hardware)[1] > 1)
     if seconds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -43,9 +43,8 @@ class Settings:
     def mesh(self) -> MeshSpec:
         """Return the mesh, without axes of size 1 other than ``dp_shard``."""
         axes = {"pp": self.stages, "dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
-        return MeshSpec(
-            {name: size for name, size in axes.items() if size > 1 or name == "dp_shard"} | dict(self.fixed)
-        )
+        varied = {name: size for name, size in axes.items() if size > 1 or name == "dp_shard"}
+        return MeshSpec(varied | dict(self.fixed))
 
     def job(self) -> MeshSpec:
         """Return the mesh of one job: of one replica, where each is a job of its own."""
@@ -62,11 +61,8 @@ class Settings:
         if self.recompute != "none":
             passes.append(ActivationCheckpoint(mode="full" if self.recompute == "full" else "selective"))
         if "dp_shard" not in claimed:
-            common: dict[str, Any] = {
-                "reshard_after_forward": self.reshard,
-                "param_dtype": torch.bfloat16,
-                "reduce_dtype": torch.float32,
-            }
+            common: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+            common["reshard_after_forward"] = self.reshard
             optimizer: Literal["replica", "world"] = "world" if self.world else "replica"
             passes.append(HybridShard(optimizer=optimizer, **common) if self.replicas > 1 else FullyShard(**common))
         return sorted(passes, key=lambda pass_: pass_.stage)
@@ -76,10 +72,8 @@ class Settings:
         again = "no recomputation" if self.recompute == "none" else f"{self.recompute} recomputation"
         staged = f", {self.micro_batches} of them" if self.stages > 1 else ""
         staged += f", stages of {', '.join(map(str, self.blocks))} blocks" if self.blocks else ""
-        return (
-            f"{self.mesh()}; micro-batch {self.micro_batch}{staged}; {again}{gathered}"
-            f"{', optimizer=world' if self.world else ''}"
-        )
+        world = ", optimizer=world" if self.world else ""
+        return f"{self.mesh()}; micro-batch {self.micro_batch}{staged}; {again}{gathered}{world}"
 
 
 @final
@@ -135,39 +129,30 @@ def ranking_text(ranking: Ranking) -> str:
     count = Counter(candidate.verdict for candidate in ranking.fitting)
     least, largest = RESERVED_RANGE
     counted = f"{count['fits']} settings fit, {count['may fit']} may fit, {len(ranking.out)} do not"
-    lines = [
-        f"{counted} (an allocator reserves {least} to {largest} times the peak of tensors)",
-        *(line for number in range(len(ranking.groups[:3])) for line in _group_lines(ranking.groups, number)),
-    ]
+    lines = [f"{counted} (an allocator reserves {least} to {largest} times the peak of tensors)"]
+    for number, group in enumerate(ranking.groups[:3]):
+        shown = _SHOWN if number == 0 else _SHOWN // 2
+        lines.append(f"{group_title(ranking.groups, number)}:")
+        for candidate in group[:shown]:
+            reserved = f"{gib_reserved(candidate.peak)} GiB".rjust(14)
+            costs = f"{candidate.tokens_per_second:12,.0f} tokens/s  {candidate.peak / GIB:6.1f} GiB"
+            lines.append(f"  {costs}, reserved {reserved}  {candidate.verdict:<7}  {candidate.settings}")
+        if len(group) > shown:
+            lines.append(f"  and {len(group) - shown} more")
     if ranking.out:
         closest = sorted(ranking.out, key=lambda candidate: candidate.peak)[: _SHOWN // 2]
-        lines += [
-            "out, the nearest to fitting first:",
-            *(f"  {candidate.settings}: {candidate.problem}" for candidate in closest),
-        ]
+        lines.append("out, the nearest to fitting first:")
+        lines += (f"  {candidate.settings}: {candidate.problem}" for candidate in closest)
     return "\n".join(lines)
 
 
-def _group_lines(groups: Sequence[Sequence[Candidate]], place: int) -> Iterator[str]:
-    group, shown = groups[place], _SHOWN if place == 0 else _SHOWN // 2
-    yield f"{group_title(groups, place)}:"
-    for candidate in group[:shown]:
-        reserved = f"{gib_reserved(candidate.peak)} GiB".rjust(14)
-        costs = f"{candidate.tokens_per_second:12,.0f} tokens/s  {candidate.peak / GIB:6.1f} GiB, reserved {reserved}"
-        yield f"  {costs}  {candidate.verdict:<7}  {candidate.settings}"
-    if len(group) > shown:
-        yield f"  and {len(group) - shown} more"
-
-
-def group_title(groups: Sequence[Sequence[Candidate]], place: int) -> str:
+def group_title(groups: Sequence[Sequence[Candidate]], number: int) -> str:
     """Return what the settings of a group have in common, against the fastest of all."""
     fastest = max(candidate.tokens_per_second for candidate in groups[0])
-    slower = sorted(1 - candidate.tokens_per_second / fastest for candidate in groups[place])
+    slower = sorted(1 - candidate.tokens_per_second / fastest for candidate in groups[number])
     if len(slower) == 1:
-        return "the fastest setting" if place == 0 else f"one setting, {slower[0]:.0%} slower"
-    which = "the fastest" if place == 0 else f"{slower[0]:.0%} to {slower[-1]:.0%} slower"
-    same = (
-        f"within {ERROR_RANGE:.0%}, the error of the forecast: it cannot tell which is faster; those that fit come "
-        "first"
-    )
-    return f"{which}, {len(slower)} settings {same if place == 0 else 'that it cannot tell apart'}"
+        return "the fastest setting" if number == 0 else f"one setting, {slower[0]:.0%} slower"
+    if number:
+        return f"{slower[0]:.0%} to {slower[-1]:.0%} slower, {len(slower)} settings that it cannot tell apart"
+    same = "the error of the forecast: it cannot tell which is faster; those that fit come first"
+    return f"the fastest, {len(slower)} settings within {ERROR_RANGE:.0%}, {same}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -48,18 +48,15 @@ def classify(storage: Storage, phases: Sequence[tuple[str, int]]) -> str:
     """Classify an unclaimed storage (activation, gathered weights, temporary) by its lifetime."""
     if storage.resized or storage.stream != "compute":
         return "gathered"
-    name = phases[storage.phase][0]
+    name, *_ = phases[storage.phase]
+    # The head runs behind the blocks in forward, and before them in backward.
+    if storage.outside and (name, storage.after_blocks) in (("forward", True), ("backward", False)):
+        return "logits and loss"
+    if name == "backward" and storage.recomputed:
+        return "recomputed"
     ends = phases[storage.phase + 1][1] if storage.phase + 1 < len(phases) else None
     outlives = storage.died < 0 or (ends is not None and storage.died >= ends)
-    if name == "forward":
-        if storage.outside and storage.after_blocks:
-            return "logits and loss"
-        return "activations" if outlives else "temporaries"
-    if name == "backward":
-        if storage.outside and not storage.after_blocks:
-            return "logits and loss"
-        return "recomputed" if storage.recomputed else "temporaries"
-    return "temporaries"
+    return "activations" if name == "forward" and outlives else "temporaries"
 
 
 @final
@@ -104,9 +101,8 @@ class StorageLog:
         for event, number, change in self._changes:
             line, holder = lines[event], holders[number]
             if line and line[-1][0] == holder and (line[-1][1] > 0) == (change > 0):
-                line[-1] = (holder, line[-1][1] + change)
-            else:
-                line.append((holder, change))
+                change += line.pop()[1]
+            line.append((holder, change))
         return list(map(tuple, lines))
 
     def _free(self, key: int) -> None:
@@ -187,8 +183,6 @@ class Recorder(TorchDispatchMode):
         ends = [start for _, start in self.phases[1:]] + [len(events)]
         return tuple(Phase(name=name, events=tuple(events[start:end])) for (name, start), end in zip(self.phases, ends))
 
-    # what torch calls
-
     def __enter__(self) -> Recorder:
         resize = torch.UntypedStorage.resize_
 
@@ -223,17 +217,13 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is operators.functional.wait_tensor.default:
             return self._waited(func, args[0])
-        if func.namespace == "fsdp":  # written in Python: the operators in it are not more work
-            with self.hidden():
-                result = func(*args, **kwargs)
-        else:
+        # FSDP2's operators are written in Python: those in them are not more work.
+        with self.hidden() if func.namespace == "fsdp" else nullcontext():
             result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not outputs or any(output.device.type != "meta" for output in outputs):  # else shapes are looked for
             self._record(func, args, kwargs, outputs)
         return result
-
-    # what it does with it
 
     def _record(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
         if func in operators.COLLECTIVES:
@@ -270,21 +260,21 @@ class Recorder(TorchDispatchMode):
         size, dtype = operators.sent(func, args, outputs)
         for output in outputs:
             self._watch(output)
+        kind = operators.COLLECTIVES[func]
         collective = Collective(
-            kind=operators.COLLECTIVES[func],
+            kind=kind,
             axis=self.axes.get(group.group_name, f"world of {len(ranks)}"),
             ranks=len(ranks),
             stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
             size=size,
             dtype=str(dtype).removeprefix("torch."),
+            **({"peer": args[2], "tag": args[3]} if kind in ("send", "recv") else {}),
         )
-        if collective.kind in ("send", "recv"):
-            collective = replace(collective, peer=args[2], tag=args[3])
         deferred = func.namespace == "_c10d_functional"
         if deferred:
             self._pending[memory_of(outputs[0])] = len(self.events)
-        kind: Kind = "async" if deferred else "collective"
-        self._append(kind, operators.name_of(func), recomputed=self.recomputing, collective=collective)
+        issued: Kind = "async" if deferred else "collective"
+        self._append(issued, operators.name_of(func), recomputed=self.recomputing, collective=collective)
 
     def _waited(self, func: Any, tensor: Tensor) -> Tensor:
         target = self._pending.pop(memory_of(tensor), None)

@@ -13,7 +13,7 @@ from meshpar.forecasting.cost import ERROR_RANGE, Cost, placement, sending_time
 from meshpar.forecasting.hardware import Hardware, Verdict, reserved_range
 from meshpar.forecasting.lints import Lint
 from meshpar.forecasting.step import Batch
-from meshpar.forecasting.trace import Collective, Memory, Trace
+from meshpar.forecasting.trace import Collective, StepMemory, Trace
 from meshpar.process.imports import need
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 _WIDTH = 118
 MEMORY_RANGE = 0.10
-"""Part of the forecast's peak by which a device's own count may differ: its allocator keeps fragments, compilation
-saves activations.
-"""
+"""Part of the forecast's peak by which a device's count may differ: fragments, activations saved by compilation."""
 
 
 def with_unit(count: int) -> str:
@@ -57,7 +55,7 @@ class Forecast:
     batch: Batch
     world_size: int
     trace: Trace
-    memory: Memory
+    memory: StepMemory
     cost: Cost
     lints: tuple[Lint, ...]
     replayed: str
@@ -106,11 +104,7 @@ def as_data(forecast: Forecast) -> dict[str, Any]:
         "mesh": dict(forecast.mesh.axes),
         "world_size": forecast.world_size,
         "hardware": forecast.hardware.name,
-        "batch": {
-            "sequence": forecast.batch.sequence,
-            "micro_batch": forecast.batch.micro_batch,
-            "accumulate": forecast.batch.accumulate,
-        },
+        "batch": {name: getattr(forecast.batch, name) for name in ("sequence", "micro_batch", "accumulate")},
         "replayed": forecast.replayed,
         "parameters": trace.parameters,
         "rank_bytes": dict(trace.exact),
@@ -212,11 +206,8 @@ def _verdict(forecast: Forecast) -> str:
 
 def reserved_text(forecast: Forecast) -> str:
     """Return the memory that an allocator reserves, and how much there is."""
-    least, largest = reserved_range(forecast.memory.peak)
-    return (
-        f"for which an allocator reserves {least / GIB:.1f} to {largest / GIB:.1f} GiB of "
-        f"{forecast.hardware.room / GIB:.1f}"
-    )
+    least, largest = (f"{size / GIB:.1f}" for size in reserved_range(forecast.memory.peak))
+    return f"for which an allocator reserves {least} to {largest} GiB of {forecast.hardware.room / GIB:.1f}"
 
 
 def _table(title: str, columns: str, lines: Iterable[str]) -> Table:
@@ -275,24 +266,18 @@ class Feedback:
 
 def feedback(forecast: Forecast, *, peak: int | None, seconds: float) -> Feedback:
     """Compare a forecast with the fullest rank's peak bytes (None: not counted) and the seconds of a warm step."""
-    planned, lines, warnings = forecast.cost.seconds, [], []
-    lines.append(
-        f"step: forecast {planned * 1e3:,.1f} ms, measured {seconds * 1e3:,.1f} ms ({seconds / planned - 1:+.1%})"
-    )
-    if abs(seconds / planned - 1) > ERROR_RANGE:
+    planned, warnings = forecast.cost.seconds, []
+    times = seconds / planned
+    lines = [f"step: forecast {planned * 1e3:,.1f} ms, measured {seconds * 1e3:,.1f} ms ({times - 1:+.1%})"]
+    if abs(times - 1) > ERROR_RANGE:
         slower = "the profile is of another machine, the data loader delays the step, or a link is slow"
         cause = slower if seconds > planned else "the profile is of a slower machine"
-        warnings.append(
-            f"a step takes {seconds / planned:.2f} times the forecast for {forecast.hardware.name}: {cause}"
-        )
+        warnings.append(f"a step takes {times:.2f} times the forecast for {forecast.hardware.name}: {cause}")
     if peak is not None:
-        expected = forecast.memory.peak
-        lines.append(
-            f"peak memory: forecast {expected / 2**30:,.2f} GiB, measured {peak / 2**30:,.2f} GiB "
-            f"({peak / expected - 1:+.1%})"
-        )
-        if abs(peak / expected - 1) > MEMORY_RANGE:
-            warnings.append(
-                f"peak memory is {peak / expected:.2f} times the forecast: the model or its batch differs from the plan"
-            )
+        expected, times = forecast.memory.peak, peak / forecast.memory.peak
+        sizes = f"forecast {expected / GIB:,.2f} GiB, measured {peak / GIB:,.2f} GiB"
+        lines.append(f"peak memory: {sizes} ({times - 1:+.1%})")
+        if abs(times - 1) > MEMORY_RANGE:
+            cause = "the model or its batch differs from the plan"
+            warnings.append(f"peak memory is {times:.2f} times the forecast: {cause}")
     return Feedback(lines=tuple(lines), warnings=tuple(warnings))

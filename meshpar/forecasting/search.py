@@ -26,7 +26,7 @@ from meshpar.forecasting.ranking import Candidate, Ranking, Settings, alike, axe
 from meshpar.forecasting.simulate import ONE_BY_ONE, Depths, Simulation, simulate
 from meshpar.forecasting.staged import Shape, Stages, costs_of_blocks, even_stages
 from meshpar.forecasting.step import Batch
-from meshpar.forecasting.trace import Memory, Trace, all_reduce
+from meshpar.forecasting.trace import StepMemory, Trace, all_reduce
 from meshpar.passes import (
     ActivationCheckpoint,
     ContextParallel,
@@ -43,8 +43,7 @@ from meshpar.plan import Plan
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
 STAGES = (2, 4, 8, 16)
-LONG = 16384
-"""Tokens of a sample from which the search also splits sequences over ``cp``."""
+LONG = 16384  # tokens of a sample from which the search also splits sequences over cp
 VARIED = (PipelineParallel, TensorParallel, ActivationCheckpoint, FullyShard, HybridShard, Replicate)
 """The passes that a search chooses itself, with their options."""
 _Simulate = Callable[[Sequence[Simulation]], list[Trace]]
@@ -98,9 +97,8 @@ def search(
     workers = workers or min(8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
     def simulates(what: str) -> _Simulate:
-        return functools.partial(
-            simulate, workers=workers, progress=None if progress is None else functools.partial(progress, what)
-        )
+        report = None if progress is None else functools.partial(progress, what)
+        return functools.partial(simulate, workers=workers, progress=report)
 
     degrees, candidates = _degrees(question)
     if not degrees:
@@ -113,9 +111,8 @@ def search(
         families = itertools.starmap(_Family, itertools.product(fitting, recompute, (True,)))
         samples = (1,) if batch.sequence >= LONG else micro_batches
         candidates += _candidates(split, families, samples, simulates(split.kept))
-    stages = [
-        size for size in stages if size * staged.FEWEST <= question.depths.blocks and not question.world_size % size
-    ]
+    blocks, ranks = question.depths.blocks, question.world_size
+    stages = [size for size in stages if size * staged.FEWEST <= blocks and not ranks % size]
     if stages and not elastic:
         families = itertools.starmap(_Family, itertools.product(degrees, recompute, (True, False)))
         candidates += _staged(question, list(families), min(micro_batches), stages, simulates("pp"))
@@ -129,9 +126,9 @@ def search(
     first = [candidate.settings for group in groups for candidate in group][:top]
     chosen = [_simulation(question, settings, ranks_per_node=hardware.node) for settings in first]
     traces = traces_of(chosen, layout, question.depths, simulates("the best"))
-    best = (evaluated(trace, hardware, job, replayed) for job, (trace, replayed) in zip(chosen, traces))
-    in_order = sorted(best, key=lambda forecast: (not forecast.fits, -forecast.cost.tokens_per_second))
-    return Ranking(best=tuple(in_order), groups=groups, out=out)
+    best = [evaluated(trace, hardware, job, replayed) for job, (trace, replayed) in zip(chosen, traces)]
+    best.sort(key=lambda forecast: (not forecast.fits, -forecast.cost.tokens_per_second))
+    return Ranking(best=tuple(best), groups=groups, out=out)
 
 
 def _ask(
@@ -213,9 +210,13 @@ def _candidates(
     question: _Search, families: Iterable[_Family], micro_batches: Sequence[int], simulates: _Simulate
 ) -> Iterator[Candidate]:
     """Yield all settings of some families with estimates; if nothing fits, larger micro-batches are not simulated."""
-    least = {family: _gathered(question, family) for family in families}
+    count = sum(parameter.numel() for parameter in question.model.parameters())
+    gathered = count * torch.bfloat16.itemsize  # parameters that stay gathered, over the ranks of tp and fixed axes
+    least = {family: 0 if family.reshard else gathered // (family.tp * question.fixed) for family in families}
     probed = _Pairs()
-    for sizes in _grown_together(micro_batches):
+    # 1 and 2 are simulated first, from which larger ones are widened.
+    larger = sorted(size for size in micro_batches if size > 2)
+    for sizes in [[size] for size in (1, 2) if larger or size in micro_batches] + ([larger] if larger else []):
         alive = [family for family in least if question.hardware.verdict(least[family]) != "does not fit"]
         wanted = list(itertools.product(alive, sizes))
         probed |= _probe(question, [key for key in wanted if not _widen(probed, *key)], simulates)
@@ -225,26 +226,13 @@ def _candidates(
             yield from estimates if size in micro_batches else ()
         for family, size in itertools.product(least, sizes):
             if family not in alive and size in micro_batches:
-                yield from _hopeless(question, family, size, least[family])
+                needed, room = reserved_range(least[family])[0], question.hardware.room
+                problem = f"needs more than {needed / 2**30:.0f} GiB of {room / 2**30:.0f}"
+                yield from (_out(settings, least[family], problem) for settings in _splits(question, family, size))
 
 
-def _grown_together(micro_batches: Sequence[int]) -> list[list[int]]:
-    """Return groups of micro-batches to simulate: 1 and 2, from which larger ones are widened, and these."""
-    larger = sorted(size for size in micro_batches if size > 2)
-    return [[size] for size in (1, 2) if larger or size in micro_batches] + ([larger] if larger else [])
-
-
-def _gathered(question: _Search, family: _Family) -> int:
-    """Return the bytes of a rank's gathered parameters, in bfloat16, where they stay gathered."""
-    count = sum(parameter.numel() for parameter in question.model.parameters())
-    return 0 if family.reshard else count * torch.bfloat16.itemsize // (family.tp * question.fixed)
-
-
-def _hopeless(question: _Search, family: _Family, size: int, least: int) -> Iterator[Candidate]:
-    """Yield the settings of a family that need more than ``least`` bytes, which are too many."""
-    needed, room = reserved_range(least)[0], question.hardware.room
-    for settings in _splits(question, family, size):
-        yield _out(settings, least, f"needs more than {needed / 2**30:.0f} GiB of {room / 2**30:.0f}")
+def _needed(peak: int, hardware: Hardware) -> str:
+    return f"needs {gib_reserved(peak)} GiB of {hardware.room / 2**30:.0f}"
 
 
 def _out(settings: Settings, peak: int, problem: str) -> Candidate:
@@ -316,9 +304,8 @@ def _typical(question: _Search, family: _Family, size: int) -> Simulation:
     """Return a family's typical job: with replicas if it may have any, so that the trace has their reductions."""
     ranks = question.world_size // family.tp
     replicas = 2 if question.replicates and not question.base.elastic and ranks % 2 == 0 and ranks > 2 else 1
-    return _simulation(
-        question, question.settings(family, replicas=replicas, shards=ranks // replicas, micro_batch=size)
-    )
+    settings = question.settings(family, replicas=replicas, shards=ranks // replicas, micro_batch=size)
+    return _simulation(question, settings)
 
 
 def _splits(question: _Search, family: _Family, size: int, stages: int = 1) -> Iterator[Settings]:
@@ -334,7 +321,7 @@ def _splits(question: _Search, family: _Family, size: int, stages: int = 1) -> I
 
 
 def _estimates(
-    question: _Search, pair: tuple[Trace, Trace], memory: Memory, family: _Family, size: int
+    question: _Search, pair: tuple[Trace, Trace], memory: StepMemory, family: _Family, size: int
 ) -> Iterator[Candidate]:
     shards_then, hardware = pair[0].axes["dp_shard"], question.hardware
     for settings in _splits(question, family, size):
@@ -348,13 +335,10 @@ def _estimates(
             model_state += state["parameters"] * torch.bfloat16.itemsize // (width * shards)
         peak = rest + model_state
         if (verdict := hardware.verdict(peak)) == "does not fit":
-            parts = {name: value for name, value in memory.held.items() if name not in state} | {
-                "model state": model_state
-            }
+            parts = {name: value for name, value in memory.held.items() if name not in state}
+            parts["model state"] = model_state
             largest = max(parts, key=lambda name: parts[name])
-            yield _out(
-                settings, peak, f"needs {gib_reserved(peak)} GiB of {hardware.room / 2**30:.0f}, most of it {largest}"
-            )
+            yield _out(settings, peak, f"{_needed(peak, hardware)}, most of it {largest}")
             continue
         few, more = (cost(on_mesh(trace, replicas, shards), hardware).seconds for trace in pair)
         seconds = more + (question.depths.blocks - pair[1].depth) * (more - few) / max(1, pair[1].depth - pair[0].depth)
@@ -412,6 +396,6 @@ def _cuts(
             continue
         peak, speed = trace.memory().peak, cost(trace, hardware).tokens_per_second
         if (verdict := hardware.verdict(peak)) == "does not fit":
-            yield _out(cut, peak, f"needs {gib_reserved(peak)} GiB of {hardware.room / 2**30:.0f}")
+            yield _out(cut, peak, _needed(peak, hardware))
         else:
             yield Candidate(settings=cut, tokens_per_second=speed, peak=peak, verdict=verdict)

@@ -26,7 +26,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Role
+from meshpar.core.passes import Role, find_blocks
 from meshpar.core.patterns import kind_of
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
@@ -40,14 +40,11 @@ from meshpar.tensors.placements import buckets, local_tensor, summed_in
 
 ALLOCATOR_ROUNDING = 512
 """Bytes to which torch's CUDA allocator rounds every request."""
-
 ONE_BY_ONE = "forecast its plans one by one"
 """What helps where a few blocks do not represent a model: a forecast then simulates all of them."""
-
-_LOOK_S = 0.5
-
 PROCESS = "meshpar-forecast"
 """The name of a simulation's process, from before it imports the script that asked for the forecast."""
+_LOOK_S = 0.5
 
 
 @final
@@ -117,9 +114,8 @@ def _send(jobs: Sequence[Simulation], where: Path) -> None:
             'imported; put what it does under if __name__ == "__main__":'
         )
     try:
-        sent = [
-            pickle.dumps(job) for job in jobs
-        ]  # each for itself: jobs share models, and a simulation changes its own
+        # Each for itself: jobs share models, and a simulation changes its own.
+        sent = [pickle.dumps(job) for job in jobs]
         where.with_suffix(".jobs").write_bytes(pickle.dumps((_preparation(sent), sent)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise MeshparError(
@@ -138,7 +134,7 @@ def _start(places: Sequence[Path]) -> subprocess.Popen[bytes]:
 def _preparation(sent: Sequence[bytes]) -> dict[str, Any]:
     """Return the data with which another process can unpickle ``sent``, as multiprocessing's spawn does."""
     data = {key: value for key, value in spawn.get_preparation_data(PROCESS).items() if key != "authkey"}
-    # then nothing needs the script itself, and it need not be guarded
+    # Then nothing needs the script itself, and it need not be guarded.
     if not any(b"__main__" in payload for payload in sent):
         data = {key: value for key, value in data.items() if not key.startswith("init_main")}
     return data
@@ -159,15 +155,10 @@ def _done(where: Path) -> int:
 def _collect(where: Path, places: Sequence[Path], ended: Sequence[int]) -> list[Trace]:
     answer = where.with_suffix(".traces")
     if not answer.exists():
-        lines = [
-            line
-            for path in places
-            if (file := path.with_suffix(".err")).exists()
-            for line in file.read_text(errors="replace").splitlines()
-        ]
-        raise MeshparError(
-            f"the simulation ended without an answer, exit code {max(ended, key=abs)}: " + "\n".join(lines[-15:])
-        )
+        files = [file for path in places if (file := path.with_suffix(".err")).exists()]
+        lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+        code = f"exit code {max(ended, key=abs)}"
+        raise MeshparError(f"the simulation ended without an answer, {code}: " + "\n".join(lines[-15:]))
     result = pickle.loads(answer.read_bytes())
     if isinstance(result, Exception):
         raise result
@@ -197,20 +188,15 @@ class Depths:
 
 def like_blocks(model: nn.Module, layout: ModelLayout) -> tuple[str, int]:
     """Return name and length of the list of the model's blocks; raises MeshparError for several lists or kinds."""
-    from meshpar.core.passes import find_blocks
-
     blocks = find_blocks(model, layout)
-    lists = {name.rpartition(".")[0] for name, _ in blocks}
-    if len(lists) != 1 or not isinstance(model.get_submodule(next(iter(lists))), nn.ModuleList):
-        where = sorted(lists) or "no list"
-        raise MeshparError(f"blocks are in {where}; only those of one nn.ModuleList can be extrapolated: {ONE_BY_ONE}")
-    kinds = {kind_of(block) for _, block in blocks}
-    if len(kinds) > 1:
-        raise MeshparError(
-            f"the blocks of {next(iter(lists))} are of {len(kinds)} kinds, so a few do not represent the rest: "
-            f"{ONE_BY_ONE}"
-        )
-    return next(iter(lists)), len(blocks)
+    lists = sorted({name.rpartition(".")[0] for name, _ in blocks})
+    if len(lists) != 1 or not isinstance(model.get_submodule(lists[0]), nn.ModuleList):
+        where = f"blocks are in {lists or 'no list'}"
+        raise MeshparError(f"{where}; only those of one nn.ModuleList can be extrapolated: {ONE_BY_ONE}")
+    if (kinds := len({kind_of(block) for _, block in blocks})) > 1:
+        what = f"the blocks of {lists[0]} are of {kinds} kinds"
+        raise MeshparError(f"{what}, so a few do not represent the rest: {ONE_BY_ONE}")
+    return lists[0], len(blocks)
 
 
 def run(job: Simulation) -> Trace:
@@ -234,12 +220,12 @@ def stages_of(plan: Plan) -> int:
 
 def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
     """Simulate one rank. ``forms``: of what stages send each other, which earlier stages find and later ones get."""
-    plan, compiled = _uncompiled(job.plan)
-    # One thread: an error in a thread that autograd keeps for a device written in Python ends the process without a
-    # word.
-    single = torch.autograd.set_multithreading_enabled(False)
+    # Inductor does not run on tensors without memory, so eager memory stands in for compiled.
+    uncompiled = [pass_ for pass_ in job.plan.passes if not pass_.compiles]
+    plan, compiled = Plan(job.plan.mesh, uncompiled), len(uncompiled) < len(job.plan.passes)
     with (
-        single,
+        # An error in a thread that autograd keeps for a device written in Python ends the process without a word.
+        torch.autograd.set_multithreading_enabled(False),
         runtime.simulated(job.world_size, as_rank=job.rank, stands_for=job.device),
         fake_mode(),
         device.kernels_of(job.device, documents=job.batch.documents),
@@ -247,27 +233,21 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
         if (layers := par.run.find(Layers)) is not None:
             layers.edges.transfers.supposed = forms
-        with par.run.moving():
-            initialize.allocate(par.module, par.device, par.home)
+        frozen = [] if job.teacher is None else [job.teacher[0].apply(job.teacher[1], device_type=device.NAME)]
+        for parallel in (par, *frozen):
+            with parallel.run.moving():
+                initialize.allocate(parallel.module, parallel.device, parallel.home)
         par.module.train()
-        frozen_modules = []
-        if job.teacher is not None:
-            frozen = job.teacher[0].apply(job.teacher[1], device_type=device.NAME)
-            with frozen.run.moving():
-                initialize.allocate(frozen.module, frozen.device, frozen.home)
-            frozen_modules.append(frozen.module)
-        optimizer = (
-            torch.optim.AdamW(parameter_groups(par.module, 0.1), fused=True)
-            if job.optimizer is None
-            else job.optimizer(par.module)
-        )
-        _fill_state(par.module, optimizer)
+        make = job.optimizer or (lambda module: torch.optim.AdamW(parameter_groups(module, 0.1), fused=True))
+        optimizer = make(par.module)
+        for parameter in par.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        optimizer.step()  # which makes its state
+        optimizer.zero_grad(set_to_none=True)
         device.begin(None)
-        recorder = Recorder(
-            axis_groups(par),
-            current_stream=lambda: device.Stream.current,
-            rounding=ALLOCATOR_ROUNDING if job.device == "cuda" else 1,
-        )
+        rounding = ALLOCATOR_ROUNDING if job.device == "cuda" else 1
+        recorder = Recorder(axis_groups(par), current_stream=lambda: device.Stream.current, rounding=rounding)
         device.begin(recorder)
         batches = [job.batch.tensors(par.device) for _ in range(job.batch.accumulate)]
         reduce = (lambda: None) if job.replicas == 1 else partial(_sum_over_replicas, job, par.module, recorder)
@@ -278,7 +258,7 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
             loss=job.loss,
             reduce_each=job.batch.reduce_each,
             reduce=reduce,
-            beside=frozen_modules,
+            beside=[teacher.module for teacher in frozen],
             recorder=recorder,
         )
         device.begin(None)
@@ -292,18 +272,3 @@ def _sum_over_replicas(job: Simulation, module: nn.Module, recorder: Recorder) -
         size = sum(local_tensor(parameter).numel() for parameter in bucket) * dtype.itemsize
         kind = str(dtype).removeprefix("torch.")
         recorder.send(all_reduce("dp_replicate", job.replicas, job.world_size, size, kind))
-
-
-def _uncompiled(plan: Plan) -> tuple[Plan, bool]:
-    """Take compilation out: Inductor does not run on tensors without memory, so eager memory stands in for compiled."""
-    uncompiled = [pass_ for pass_ in plan.passes if not pass_.compiles]
-    return Plan(plan.mesh, uncompiled), len(uncompiled) < len(plan.passes)
-
-
-def _fill_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make its state, as its first step does."""
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)

@@ -20,10 +20,9 @@ from meshpar.passes.pipeline.cuts import even_cuts, examine
 from meshpar.passes.pipeline.schedule import actions
 from meshpar.plan import Plan
 
-FEWEST = 2
-"""Blocks of a stage of the smaller probe: a first and a last one."""
+FEWEST = 2  # blocks of a stage of the smaller probe: a first and a last one
 _STAGES, _MICRO_BATCHES = 3, 4
-_SHARDED = ("parameters", "gradients", "optimizer")
+_SHARDED, _DIRECTIONS = ("parameters", "gradients", "optimizer"), ("forward", "backward")
 
 
 def probes(job: Simulation, depths: Depths) -> list[Simulation]:
@@ -32,10 +31,9 @@ def probes(job: Simulation, depths: Depths) -> list[Simulation]:
     assert isinstance(mesh, MeshSpec)
     stages = min(_STAGES, mesh.axes["pp"])
     least = FEWEST + max(0, max(pass_.blocks_ahead for pass_ in job.plan.passes) - 1)
-    if depths.blocks < stages * (least + 1):
-        raise MeshparError(
-            f"{depths.blocks} blocks are too few to estimate stages from probes of {stages * (least + 1)}; {ONE_BY_ONE}"
-        )
+    if depths.blocks < (needed := stages * (least + 1)):
+        few = f"{depths.blocks} blocks are too few to estimate stages from probes of {needed}"
+        raise MeshparError(f"{few}; {ONE_BY_ONE}")
     if any(pass_.period > 1 for pass_ in job.plan.passes):
         raise MeshparError("a pass treats blocks differently, so that few do not represent a stage")
     spec = MeshSpec({**mesh.axes, "pp": stages}, ranks_per_node=mesh.ranks_per_node)
@@ -142,11 +140,9 @@ class Stages:
         few, more = self.few.stages[0].depth, self.more.stages[0].depth
 
         def one(kind: int, depth: int) -> int:
-            phases = of(kind, depth).phases
-            forward, backward = (
-                [phase for phase in phases if phase.name == name][1] for name in ("forward", "backward")
-            )
-            return sum(event.moved for phase in (forward, backward) for event in phase.events)
+            # The second forward and backward: the first backward makes gradients.
+            names = [[phase for phase in of(kind, depth).phases if phase.name == name] for name in _DIRECTIONS]
+            return sum(event.moved for alike in names for event in alike[1].events)
 
         middle = 1 if len(self.few.stages) > 2 else 0
         block = (one(middle, more) - one(middle, few)) / (more - few)
@@ -162,10 +158,9 @@ class Stages:
         for rank, blocks in enumerate(shape.blocks):
             kind = 0 if rank == 0 else -1 if rank == ranks - 1 else 1
             trace = (of or self.trace)(kind, blocks)
-            inputs, tokens = (
-                size * shape.micro_batches // _MICRO_BATCHES for size in (trace.held["inputs"], trace.tokens)
-            )
-            phases = _in_order(trace, shape, rank, kind % len(self.few.stages))
+            sizes = (trace.held["inputs"], trace.tokens)
+            inputs, tokens = (size * shape.micro_batches // _MICRO_BATCHES for size in sizes)
+            phases = _order(trace, shape, rank, kind % len(self.few.stages))
             held, axes = {**trace.held, "inputs": inputs}, {**trace.axes, "pp": ranks}
             stages.append(replace(trace, held=held, phases=phases, tokens=tokens, axes=axes))
         fullest = max(stages, key=lambda stage: stage.memory().peak)
@@ -181,7 +176,7 @@ def of_blocks(few: Trace, more: Trace, blocks: int) -> int:
     return blocks * (more.parameters - few.parameters) // between
 
 
-def _in_order(trace: Trace, shape: Shape, rank: int, probed: int) -> tuple[Phase, ...]:
+def _order(trace: Trace, shape: Shape, rank: int, probed: int) -> tuple[Phase, ...]:
     """Return the phases of a rank's step, from those of four micro-batches of stage ``probed`` of the probe."""
     ranks, at, before = len(shape.blocks), 0, ""
     begins, parts = dict[int, int](), dict[tuple[str, str], list[Phase]]()
@@ -191,33 +186,26 @@ def _in_order(trace: Trace, shape: Shape, rank: int, probed: int) -> tuple[Phase
         parts.setdefault((phase.name, before), []).append(phase)
         before = phase.name
     chosen = [trace.phases[0]]
-    forwards, backwards = ([phase for phase in trace.phases if phase.name == name] for name in ("forward", "backward"))
+    forwards, backwards = ([phase for phase in trace.phases if phase.name == name] for name in _DIRECTIONS)
     todo = actions(shape.schedule, rank, ranks, shape.micro_batches)
     for count, action in enumerate(todo, 1):
         name, every = ("forward", forwards) if action.kind == "F" else ("backward", backwards)
-        alike = [
-            phase
-            for phase in parts.get((name, chosen[-1].name), ())
-            if id(phase) not in (id(every[0]), id(backwards[-1]))
-        ]
+        ends = (id(every[0]), id(backwards[-1]))
+        alike = [phase for phase in parts.get((name, chosen[-1].name), ()) if id(phase) not in ends]
         if action.number == 0:
-            chosen.append(every[0])
+            alike = every
         elif count == len(todo):
-            chosen.append(every[-1])
-        else:
-            chosen.append((alike or every[1:-1])[0])
+            alike = every[-1:]
+        chosen.append((alike or every[1:-1])[0])
     chosen.append(trace.phases[-1])
-    rewiring, phases, now = dict[Collective, Collective](), list[Phase](), 0
+    phases, now = list[Phase](), 0
 
-    def rewired(sent: Collective) -> Collective:
-        if sent not in rewiring:
-            steps = sent.peer - probed
-            peer = rank + steps if abs(steps) == 1 else ranks - 1 - rank  # a neighbour, or the other end
-            size = sent.size // sent.ranks * ranks if sent.kind == "all_gather" else sent.size
-            rewiring[sent] = replace(
-                sent, ranks=ranks, stride=shape.stride, peer=peer if sent.peer >= 0 else -1, size=size
-            )
-        return rewiring[sent]
+    @cache
+    def rewire(sent: Collective) -> Collective:
+        steps = sent.peer - probed
+        peer = rank + steps if abs(steps) == 1 else ranks - 1 - rank  # a neighbour, or the other end
+        size = sent.size // sent.ranks * ranks if sent.kind == "all_gather" else sent.size
+        return replace(sent, ranks=ranks, stride=shape.stride, peer=peer if sent.peer >= 0 else -1, size=size)
 
     for phase in chosen:
         begin, events = begins[id(phase)], list[Event]()
@@ -225,7 +213,7 @@ def _in_order(trace: Trace, shape: Shape, rank: int, probed: int) -> tuple[Phase
             if event.kind == "wait":  # for what came in another phase, nobody waits any more
                 event = replace(event, target=event.target - begin + now if event.target >= begin else 0)
             elif event.collective is not None and event.collective.axis == "pp":
-                event = replace(event, collective=rewired(event.collective))
+                event = replace(event, collective=rewire(event.collective))
             events.append(event)
         phases.append(Phase(name=phase.name, events=tuple(events)))
         now += len(events)
@@ -244,7 +232,7 @@ def condensed(trace: Trace, hardware: Hardware) -> Trace:
                 if event.collective is None or event.collective.axis != "pp":
                     clock.step(phase.name, event)
                     continue
-                clock.pass_over(event)
+                clock.exchange(event)
             moved = max(1, int((clock.free["compute"] - begin - hardware.launch) * rate))
             events.append(Event(kind="compute", name=phase.name, moved=moved, fused=moved, memory=_at_peak(changes)))
             events += [] if event is None else [replace(event, memory=())]

@@ -176,19 +176,25 @@ def record_step(
             value.backward()
             del value
         recorder.name_gradients(par.module)
-        exact["gradients"] = sum(
-            local_tensor(parameter.grad).nbytes for parameter in par.module.parameters() if parameter.grad is not None
-        )
+        grads = [parameter.grad for parameter in par.module.parameters() if parameter.grad is not None]
+        exact["gradients"] = sum(local_tensor(grad).nbytes for grad in grads)
+        del grads
         reduce()
         recorder.phase("optimizer")
         par.clip_grad_norm_(clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    with _collector_off(), _scopes(recorder, par), recorder:
-        recorder.phase("start")
-        step()
-        phases = recorder.finished()
+    collects = gc.isenabled()
+    gc.disable()  # the collector would free memory at moments of its own
+    try:
+        with _scopes(recorder, par), recorder:
+            recorder.phase("start")
+            step()
+            phases = recorder.finished()
+    finally:
+        if collects:
+            gc.enable()
     whole = all_parameters(par.module)  # those of other stages included
     return Trace(
         axes=dict(par.spec.axes),
@@ -224,18 +230,12 @@ def hold_state(
     modules = (par.module, *beside)
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     values.sort(key=lambda value: not value.ndim)  # counters last
-    gathered = [
-        tensor for module in modules if (shards := fact_of(module, ReplicaShards)) for tensor in shards.tensors()
-    ]
-    parts: dict[str, list[Tensor]] = {
-        "parameters": [*(parameter for module in modules for parameter in module.parameters()), *gathered],
-        "optimizer": values,
-        "buffers": list(par.module.buffers()),
-    }
-    exact = {
-        name: sum(local_tensor(tensor).nbytes for tensor in tensors if tensor.ndim or name != "optimizer")
-        for name, tensors in parts.items()
-    }
+    parameters: list[Tensor] = [parameter for module in modules for parameter in module.parameters()]
+    facts = (fact_of(module, ReplicaShards) for module in modules)
+    parameters += (tensor for shards in facts if shards for tensor in shards.tensors())
+    parts = {"parameters": parameters, "optimizer": values, "buffers": list(par.module.buffers())}
+    exact = {name: sum(local_tensor(tensor).nbytes for tensor in tensors) for name, tensors in parts.items()}
+    exact["optimizer"] -= sum(local_tensor(value).nbytes for value in values if not value.ndim)
     parts["inputs"] = [tensor for batch in batches for tensor in batch.values()]
     held = {name: recorder.hold(map(held_part, tensors), name) for name, tensors in parts.items()}
     return {name: held.get(name, 0) for name in HELD}, exact | {"gradients": 0}
@@ -272,15 +272,3 @@ def _at_gradient(values: object, then: Callable[[], None]) -> None:
     tensor = next((leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
     if tensor is not None:
         tensor.register_hook(lambda _: then())
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Keep Python's cycle collector from freeing memory at moments of its own."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

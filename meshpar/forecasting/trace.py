@@ -12,9 +12,7 @@ HELD = (
     *("parameters", "gradients", "optimizer", "buffers", "inputs"),
     *("gathered", "activations", "recomputed", "logits and loss", "temporaries"),
 )
-"""Owners of memory. ``gathered``: whole parameters of a unit, and the buffers in which they and their gradients
-travel.
-"""
+"""Owners of memory; ``gathered``: whole parameters of a unit, and buffers in which these and gradients travel."""
 
 Kind = Literal["compute", "collective", "async", "wait"]
 
@@ -125,10 +123,11 @@ class Trace:
 
     def live(self) -> int:
         """Return the most micro-batches whose activations are held at a time."""
-        steps = [(phase.name == "forward") - (phase.name == "backward") for phase in self.phases]
-        return max(accumulate(steps), default=0)
+        return max(
+            accumulate((phase.name == "forward") - (phase.name == "backward") for phase in self.phases), default=0
+        )
 
-    def memory(self) -> Memory:
+    def memory(self) -> StepMemory:
         """Return the memory that is held over the step."""
         total = peak = sum(self.held.values())
         when, curve, changes, at_peak = 0, [total], [], 0
@@ -141,40 +140,30 @@ class Trace:
                 if total > peak:
                     peak, when, at_peak = total, index, len(changes)
             curve.append(highest)
-        held = dict.fromkeys(HELD, 0) | dict(self.held)
-        for held_by, amount in changes[:at_peak]:
-            held[held_by] += amount
-        return Memory(
-            peak=peak,
-            held={name: size for name, size in held.items() if size},
-            event=when,
-            curve=tuple(curve),
-            end=total,
-        )
+        sizes = dict.fromkeys(HELD, 0) | dict(self.held)
+        for holder, amount in changes[:at_peak]:
+            sizes[holder] += amount
+        held = {name: size for name, size in sizes.items() if size}
+        return StepMemory(peak=peak, held=held, event=when, curve=tuple(curve), end=total)
 
     def to_json(self) -> str:
         """Return the trace as text; ``Trace.from_json`` reads it."""
-        data = asdict(replace(self, stages=()))
+        data = asdict(replace(self, stages=(), phases=()))
         data["stages"] = [stage.to_json() for stage in self.stages]
-        data["phases"] = [
-            {"name": phase.name, "events": [_packed(event) for event in phase.events]} for phase in self.phases
-        ]
+        data["phases"] = [{"name": phase.name, "events": [*map(_pack, phase.events)]} for phase in self.phases]
         return json.dumps(data, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
         """Read a text of :meth:`to_json`."""
         data = json.loads(text)
-        phases = (
-            Phase(name=phase["name"], events=tuple(map(_unpacked, phase["events"]))) for phase in data.pop("phases")
-        )
-        stages = tuple(map(cls.from_json, data.pop("stages")))
-        return cls(**data, phases=tuple(phases), stages=stages)
+        phases = [Phase(name=phase["name"], events=tuple(map(_unpack, phase["events"]))) for phase in data["phases"]]
+        return cls(**data | {"phases": tuple(phases), "stages": tuple(map(cls.from_json, data["stages"]))})
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class StepMemory:
     """Report the memory of a rank over the step.
 
     Attributes:
@@ -192,19 +181,15 @@ class Memory:
     end: int
 
 
-_DEFAULTS = asdict(Event(kind="compute", name=""))
+_DEFAULTS = asdict(Event(kind="compute", name="")) | {"kind": ""} | {"kind": ""}
 
 
-def _packed(event: Event) -> dict[str, Any]:
-    return {
-        name: value for name, value in asdict(event).items() if value != _DEFAULTS[name] or name in ("kind", "name")
-    }
+def _pack(event: Event) -> dict[str, Any]:
+    """Return the fields that differ from an event without a kind, whose name is empty."""
+    return {name: value for name, value in asdict(event).items() if value != _DEFAULTS[name] or name == "name"}
 
 
-def _unpacked(data: dict[str, Any]) -> Event:
-    collective = data.pop("collective", None)
-    memory = tuple((held_by, change) for held_by, change in data.pop("memory", ()))
-    shape = tuple(data.pop("shape", ()))
-    return Event(
-        **data, shape=shape, memory=memory, collective=None if collective is None else Collective(**collective)
-    )
+def _unpack(data: dict[str, Any]) -> Event:
+    sent = data.get("collective")
+    memory, shape = tuple(map(tuple, data.get("memory", ()))), tuple(data.get("shape", ()))
+    return Event(**data | {"memory": memory, "shape": shape, "collective": sent and Collective(**sent)})

@@ -24,7 +24,7 @@ ADAM_STATE_TENSORS = 2
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Like parameters of one block or of ``blocks`` like ones (``layers.0..79``), and the bytes a rank stores of each."""
+    """Like parameters of one block or of ``blocks`` like ones (``layers.0..79``), and the bytes that a rank stores."""
 
     block: str
     blocks: int
@@ -56,13 +56,8 @@ class Description:
     @property
     def total_bytes(self) -> int:
         """Bytes that live through the whole of training; activations and gathered units come on top."""
-        return (
-            self.parameter_bytes
-            + self.gradient_bytes
-            + (self.optimizer_bytes or 0)
-            + self.buffer_bytes
-            + self.shard_bytes
-        )
+        trained = self.parameter_bytes + self.gradient_bytes + (self.optimizer_bytes or 0)
+        return trained + self.buffer_bytes + self.shard_bytes
 
     def __str__(self) -> str:
         head = ("block", "parameter", "shape", "placement", "dtype", "bytes a rank")
@@ -77,12 +72,9 @@ class Description:
             )
             for row in self.rows
         ]
-        lines = table(head, body)
-        optimizer = (
-            "optimizer state of unknown size"
-            if self.optimizer_bytes is None
-            else f"{_size(self.optimizer_bytes)} of AdamW state"
-        )
+        lines, optimizer = table(head, body), "optimizer state of unknown size"
+        if self.optimizer_bytes is not None:
+            optimizer = f"{_size(self.optimizer_bytes)} of AdamW state"
         shards = f", {_size(self.shard_bytes)} of shards for its replica" if self.shard_bytes else ""
         totals = (
             f"{self.parameters:,} parameters; this rank stores "
@@ -95,15 +87,11 @@ class Description:
 
 def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
     """Return what this rank holds of ``module`` after its passes; like blocks share their rows."""
-    blocks = sorted(((name, child) for name, child in find_blocks(module, layout)), key=lambda item: -len(item[0]))
+    blocks = sorted((name for name, _ in find_blocks(module, layout)), key=len, reverse=True)
     rows: dict[str, list[Row]] = {}
-    parameters = stored = gradients = 0
+    parameters = list(module.parameters())
     for name, parameter in module.named_parameters():
-        block = next((prefix for prefix, _ in blocks if name.startswith(prefix + ".")), "")
-        local = local_tensor(parameter)
-        size = local.numel() * local.element_size()
-        parameters, stored = parameters + parameter.numel(), stored + size
-        gradients += size if parameter.requires_grad else 0
+        block = next((prefix for prefix in blocks if name.startswith(prefix + ".")), "")
         row = Row(
             block=block,
             blocks=1,
@@ -111,20 +99,19 @@ def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
             shape=tuple(parameter.shape),
             placements=_placements(parameter),
             dtype=parameter.dtype,
-            rank_bytes=size,
+            rank_bytes=local_tensor(parameter).nbytes,
         )
         rows.setdefault(block, []).append(row)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = sum(local_tensor(parameter).nbytes for parameter in parameters if parameter.requires_grad)
     shards = fact_of(module, ReplicaShards)
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     return Description(
         title=f"{class_name(module)} under {title}",
         rows=tuple(_fold(rows)),
-        parameters=parameters,
-        parameter_bytes=stored,
-        gradient_bytes=gradients,
-        optimizer_bytes=ADAM_STATE_TENSORS * sum(local_tensor(parameter).nbytes for parameter in trained),
-        buffer_bytes=buffers,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        parameter_bytes=sum(local_tensor(parameter).nbytes for parameter in parameters),
+        gradient_bytes=trained,
+        optimizer_bytes=ADAM_STATE_TENSORS * trained,
+        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         shard_bytes=0 if shards is None else shards.nbytes,
     )
 
@@ -132,8 +119,8 @@ def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
 def _fold(rows: dict[str, list[Row]]) -> list[Row]:
     """Let like blocks, whose rows differ only by the block's number, share their rows."""
     kinds: dict[tuple[object, ...], list[str]] = {}
-    for block, held in rows.items():
-        content = tuple((row.parameter, row.shape, row.placements, row.dtype, row.rank_bytes) for row in held)
+    for block, alike in rows.items():
+        content = tuple((row.parameter, row.shape, row.placements, row.dtype, row.rank_bytes) for row in alike)
         kinds.setdefault((re.sub(r"\d+", "*", block), content), []).append(block)
     folded = []
     for names in kinds.values():
