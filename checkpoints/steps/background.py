@@ -18,7 +18,7 @@ from meshpar.checkpoints.format.writing import TensorPart
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError
 from meshpar.core.waiting import loads_wait, reads_of
-from meshpar.state.page_locked import Slab, starts
+from meshpar.state.offloading import Slab, starts
 
 _log = logging.getLogger("meshpar.checkpoints")
 

@@ -25,8 +25,8 @@ _ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix m
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _SHAPES = ("stacked", "dim", "parts")  # of Matrices
 _KNOWN = {"rule", "lr", "weight_decay", "momentum", "nesterov", "ns_steps", "betas", "eps", *_SHAPES}
-_Exchange = tuple[Owners, Round, Tensor]
-"""Owners and their matrices, and what has the dtype and device of the exchange."""
+_Options = Mapping[str, Any]
+_Exchange = tuple[Owners, Round, Tensor]  # the last has the dtype and device of the exchange
 
 
 @final
@@ -95,19 +95,11 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         module = module if isinstance(module, nn.Module) else module.module
         common = {"lr_scale": 1.0, **asdict(Matrices())}
-        muon = {
-            "rule": "muon",
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-        }
-        rest = {"rule": "adamw", "lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.95), "eps": 1e-8}
+        both = {"lr": lr, "weight_decay": weight_decay}
+        muon = {"rule": "muon", **both, "momentum": momentum, "nesterov": nesterov}
+        muon |= {"ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
+        muon |= {"adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype}
+        rest = {"rule": "adamw", **both, "betas": (0.9, 0.95), "eps": 1e-8}
         rest |= {key: tuple(value) if key == "betas" else value for key, value in (adamw or {}).items()}
         _check(muon, adamw or {}, groups or {})
         groups_of_both = _sort_groups(module, common | muon, common | rest, groups or {}, per_head=per_head)
@@ -192,18 +184,14 @@ class Muon(torch.optim.Optimizer):
                 owners, parts = self._owners(parameter)
                 kind = Matrices(**{name: group[name] for name in _SHAPES})
                 like = torch.empty(0, device=_device(parameter), dtype=_DTYPES[group["ns_dtype"]])
-                _, pieces, _ = sets.setdefault(
-                    (owners.ranks, owners.replicas, like.device, like.dtype), (owners, [], like)
-                )
-                pieces += [
-                    OwnedMatrix(parameter=number, place=span, shape=kind.shape_of(span), held=parts)
-                    for span in kind.of(parameter.shape)
-                ]
-            rounds = [
-                (owners, one_round, like)
-                for owners, pieces, like in sets.values()
-                for one_round in owners.rounds(pieces, _ROUND_BYTES // like.element_size())
-            ]
+                alike = owners.ranks, owners.replicas, like.device, like.dtype
+                pieces = sets.setdefault(alike, (owners, [], like))[1]
+                for span in kind.of(parameter.shape):
+                    pieces.append(OwnedMatrix(parameter=number, place=span, shape=kind.shape_of(span), parts=parts))
+            rounds: list[_Exchange] = []
+            for owners, pieces, like in sets.values():
+                work = owners.rounds(pieces, _ROUND_BYTES // like.element_size())
+                rounds += [(owners, one_round, like) for one_round in work]
             self._planned = trained, rounds
         return self._planned[1]
 
@@ -234,12 +222,7 @@ def _device(parameter: Tensor) -> torch.device:
 
 
 def _sort_groups(
-    module: nn.Module,
-    muon: Mapping[str, Any],
-    rest: Mapping[str, Any],
-    own: Mapping[str, Mapping[str, Any]],
-    *,
-    per_head: bool,
+    module: nn.Module, muon: _Options, rest: _Options, own: Mapping[str, _Options], *, per_head: bool
 ) -> list[dict[str, Any]]:
     """Return the parameters that require a gradient in groups of equal options, matrices first."""
     layout = layout_of(module)
@@ -270,7 +253,7 @@ def _sort_groups(
     return sorted(groups.values(), key=lambda group: group["rule"] != "muon")
 
 
-def _check(muon: Mapping[str, Any], adamw: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> None:
+def _check(muon: _Options, adamw: _Options, groups: Mapping[str, _Options]) -> None:
     wanted = [(name, muon[name] >= 0, "0 or more") for name in ("lr", "weight_decay", "momentum")]
     wanted.append(("ns_steps", 0 < muon["ns_steps"] < 100, "from 1 to 99"))
     for name, words in (("adjust_lr_fn", (None, "original", "match_rms_adamw")), ("ns_dtype", _DTYPES)):

@@ -22,6 +22,7 @@ from meshpar._torch.groups import all_gather, flattened
 from meshpar.tensors.placements import local_index, shard_dim
 
 Place = tuple[slice, ...]
+_Group = dist.ProcessGroup
 _LEAST = 1 << 17  # elements that a replica sends in a turn, so that many replicas do not make many turns
 
 
@@ -33,11 +34,11 @@ class OwnedMatrix:
     parameter: int
     place: Place
     shape: tuple[int, int]
-    held: Sequence[Place]
+    parts: Sequence[Place]
 
     def of_rank(self, rank: int) -> Place | None:
         """Return the part of the matrix that a rank holds, in the whole parameter; None: no part."""
-        overlap = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(self.place, self.held[rank])]
+        overlap = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(self.place, self.parts[rank])]
         return tuple(overlap) if all(span.start < span.stop for span in overlap) else None
 
 
@@ -49,7 +50,7 @@ class Round(NamedTuple):
     """Matrices computed at a time, and the parts and elements that this rank gets, sends and gathers for them."""
 
     owned: list[OwnedMatrix]
-    came: Parts
+    incoming: Parts
     going: Parts
     to_me: list[int]
     to_owners: list[int]
@@ -60,32 +61,30 @@ class Round(NamedTuple):
 class Owners:
     """The ranks that divide a parameter's computation: those of ``group`` (None: this one), in each of its replicas."""
 
-    def __init__(
-        self, ranks: Sequence[int], group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], group: _Group | None, replicas: _Group | None) -> None:
         self.ranks, self.group, self.rank = tuple(ranks), group, 0 if group is None else group.rank()
         self.replicas = replicas
         self.replica, self.copies = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
 
-    def rounds(self, pieces: Sequence[OwnedMatrix], most: int) -> list[Round]:
-        """Return rounds, largest matrices first, the same on all ranks; an owner gets ``most`` elements or a matrix."""
+    def rounds(self, pieces: Sequence[OwnedMatrix], limit: int) -> list[Round]:
+        """Return rounds, largest matrices first, the same on all ranks; an owner gets ``limit`` elements, or one."""
         rounds, load = list[list[list[OwnedMatrix]]](), [0] * (len(self.ranks) * self.copies)
         # by the multiplications of one product
         for turn, piece in enumerate(sorted(pieces, key=lambda piece: -math.prod(piece.shape) * min(piece.shape))):
             owner, elements = turn % len(load), math.prod(piece.shape)
-            if not rounds or (load[owner] and load[owner] + elements > most):
+            if not rounds or (load[owner] and load[owner] + elements > limit):
                 rounds.append([[] for _ in load])
                 load = [0] * len(load)
             rounds[-1][owner].append(piece)
             load[owner] += elements
-        return [self._round(work, most) for work in rounds]
+        return [self._round(work, limit) for work in rounds]
 
-    def _round(self, work: list[list[OwnedMatrix]], most: int) -> Round:
+    def _round(self, work: list[list[OwnedMatrix]], limit: int) -> Round:
         """Return a round of the matrices of each owner: the first rank's in every replica, the second one's, ..."""
         owned, copies = work[self.rank * self.copies + self.replica], range(self.copies)
         theirs = [_parts(owned, rank) for rank in range(len(self.ranks))]
         own_parts = [[_parts(pieces, self.rank) for pieces in work[copy :: self.copies]] for copy in copies]
-        few = max(most // self.copies, _LEAST)
+        few = max(limit // self.copies, _LEAST)
         turns = itertools.zip_longest(*(_in_turns(_join(parts), few) for parts in own_parts), fillvalue=Parts())
         to_me, to_owners = ([*map(_total, parts)] for parts in (theirs, own_parts[self.replica]))
         going = _join(own_parts[self.replica])
@@ -101,21 +100,21 @@ class Owners:
     ) -> None:
         """Compute one round: ``part_of`` gives parts, ``put`` takes results. Collective over the parameters' ranks."""
         here = self.rank
-        sent = [part_of(piece, _within(part, piece.held[here])).to(like) for piece, part in work.going]
+        sent = [part_of(piece, _within(part, piece.parts[here])).to(like) for piece, part in work.going]
         received = self._exchange(sent, work.to_owners, work.to_me, like)
         whole = {id(piece): like.new_empty(_shape(piece.place)) for piece in work.owned}
-        for (piece, part), values in zip(work.came, received.split([_count(part) for _, part in work.came])):
+        for (piece, part), values in zip(work.incoming, received.split([_count(part) for _, part in work.incoming])):
             whole[id(piece)][_within(part, piece.place)] = values.view(_shape(part))
         for piece in work.owned:
             result = compute(piece, whole.pop(id(piece)).view(piece.shape))
             whole[id(piece)] = result.reshape(_shape(piece.place))
-        back = [whole[id(piece)][_within(part, piece.place)] for piece, part in work.came]
+        back = [whole[id(piece)][_within(part, piece.place)] for piece, part in work.incoming]
         results = self._exchange(back, work.to_me, work.to_owners, like)
         for turn, results_here in zip(work.turns, results.split([_total(turn[self.replica]) for turn in work.turns])):
             for parts, values in zip(turn, self._over_replicas(results_here, max(map(_total, turn)))):
                 sizes = [_count(part) for _, part in parts]
                 for (piece, part), update in zip(parts, values[: sum(sizes)].split(sizes)):
-                    put(piece, _within(part, piece.held[here]), update.view(_shape(part)))
+                    put(piece, _within(part, piece.parts[here]), update.view(_shape(part)))
 
     def _exchange(self, parts: Sequence[Tensor], outgoing: list[int], incoming: list[int], like: Tensor) -> Tensor:
         flat = torch.cat([tensor.reshape(-1) for tensor in parts]) if parts else like.new_empty(0)
@@ -134,8 +133,8 @@ class Owners:
         return every.view(self.copies, longest).unbind()
 
 
-def _in_turns(parts: Parts, most: int) -> list[Parts]:
-    """Divide parts, in order, among turns of ``most`` elements, or of one row."""
+def _in_turns(parts: Parts, limit: int) -> list[Parts]:
+    """Divide parts, in order, among turns of ``limit`` elements, or of one row."""
     turns, room = list[Parts](), 0
     for piece, part in parts:
         # what is before the first dim of several has one element: consecutive rows of it have consecutive elements
@@ -144,7 +143,7 @@ def _in_turns(parts: Parts, most: int) -> list[Parts]:
         while start < stop:
             if room < row:
                 turns.append([])
-                room = max(most, row)
+                room = max(limit, row)
             end = min(stop, start + room // row)
             turns[-1].append((piece, (*part[:dim], slice(start, end), *part[dim + 1 :])))
             start, room = end, room - (end - start) * row

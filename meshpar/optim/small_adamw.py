@@ -23,13 +23,11 @@ from meshpar.parallelized import Parallelized
 from meshpar.state.full import BLOCKS
 from meshpar.tensors.placements import held_by_this_rank, local_gradient, local_tensor, placed_like, shard_dim
 
-BLOCK = 256
-"""Consecutive numbers of a row that share a scale."""
+BLOCK = 256  # consecutive numbers of a row that share a scale
 SMALLEST = 4096
 """Elements of the smallest parameter whose moments are small; those of others, and of vectors, are in float32."""
 _CHUNK = 1 << 16  # elements whose moments are in float32 at a time: what stays in a core's cache
-_Chunk = list[tuple[int, slice]]
-"""Numbers of parameters, and some rows of each."""
+_Chunk = list[tuple[int, slice]]  # numbers of parameters, and some rows of each
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _DTYPES = {"8bit": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -88,10 +86,8 @@ class SmallAdamW(torch.optim.Optimizer):
         if states not in ("8bit", "bfloat16"):
             raise MeshparError(f"SmallAdamW: states must be '8bit' or 'bfloat16', got {states!r}")
         if not (lr >= 0 and eps > 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
-            raise MeshparError(
-                "SmallAdamW: expected lr >= 0, eps > 0, weight_decay >= 0 and betas from 0 to 1; got "
-                f"{lr}, {eps}, {weight_decay}, {tuple(betas)}"
-            )
+            wanted = "expected lr >= 0, eps > 0, weight_decay >= 0 and betas from 0 to 1"
+            raise MeshparError(f"SmallAdamW: {wanted}; got {lr}, {eps}, {weight_decay}, {tuple(betas)}")
         module = module if isinstance(module, nn.Module) else module.module
         self._codes_of = functools.cache(_Codes)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}

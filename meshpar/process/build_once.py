@@ -17,8 +17,7 @@ from meshpar.core.errors import RecipeError, brief
 from meshpar.core.waiting import EVERY_S, Waiting
 from meshpar.process.leftovers import leftover, on_the_way
 
-_SILENT_S = 600.0
-"""Seconds without a sign of life after which nobody waits for the process that builds."""
+_SILENT_S = 600.0  # without a sign of life, after which nobody waits for the process that builds
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
@@ -35,13 +34,19 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
         with _lock(folder.with_name(folder.name + ".lock")):
             if folder.is_dir():
                 return folder
-            _reap(folder.parent)
+            for path in folder.parent.iterdir():
+                if (name := leftover(path)) is not None and name.abandoned():
+                    shutil.rmtree(path, ignore_errors=True)
             temporary = on_the_way(folder, "tmp")
             temporary.mkdir()
             try:
                 with _room(temporary):
                     build(temporary)
-                _rename(temporary, folder)
+                try:
+                    os.rename(temporary, folder)
+                except OSError as error:
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise  # else a process without locks was faster, with the same contents
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
@@ -49,14 +54,6 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
             raise  # of what build reads
         raise _unwritable(folder, error) from error
     return folder
-
-
-def _reap(parent: Path) -> None:
-    """Delete what dead processes left on the way."""
-    for path in parent.iterdir():
-        left = leftover(path)
-        if left is not None and left.abandoned():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -79,14 +76,6 @@ def _unwritable(folder: Path, error: Exception) -> RecipeError:
         f"cannot write to {folder.parent}{free}: {brief(error)}; free some space or correct the folder's mode, or "
         "name another folder, in a recipe by data.cache"
     )
-
-
-def _rename(temporary: Path, folder: Path) -> None:
-    try:
-        os.rename(temporary, folder)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise  # else a process without locks was faster, with the same contents
 
 
 @contextmanager

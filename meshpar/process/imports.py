@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +50,7 @@ def quiet_imports() -> Iterator[None]:
 def need(module: str, *, extra: str = "train") -> ModuleType:
     """Import ``module`` of an extra; raises MeshparError where its package is not installed."""
     try:
-        return importlib.import_module(module)
+        return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise

@@ -1,6 +1,4 @@
-"""Names of temporary and replaced files and folders: they carry host, PID and the process's start, so that leftovers of
-the dead are recognised.
-"""
+"""Names of temporary and replaced files and folders: host, PID and start of the process tell leftovers of the dead."""
 
 from __future__ import annotations
 
@@ -18,11 +16,9 @@ from zlib import crc32
 
 P = TypeVar("P", bound=Any)  # a path, or a place in a store
 ABANDONED_S = 6 * 3600.0
-"""How long nothing in a folder must have changed before another host's process counts as dead, in seconds."""
+"""Seconds without a change in a folder after which another host's process counts as dead."""
 LEASE_S = 120.0
-"""How recently something in a folder must have changed for another host's process to count as writing it, in
-seconds.
-"""
+"""Seconds since a change in a folder in which another host's process counts as writing it."""
 NOBODY = 0
 """The process in the name of a folder that its own process could not remove."""
 _NAME = re.compile(r"(.+)\.(tmp|old)-(.+)-(\d+)-([0-9a-f]+)")
@@ -69,9 +65,10 @@ class Leftover:
 # a path, or a place in a store
 def leftover(path: Any, age_s: Callable[[], float] | None = None) -> Leftover | None:  # noqa: ANN401
     """Parse a folder's name; None for one of another kind. ``age_s`` returns the seconds since a change."""
-    found = _NAME.fullmatch(path.name)
-    age_s = partial(untouched_s, path) if age_s is None else age_s
-    return Leftover(path, found[1], found[2], found[3], int(found[4]), found[5], age_s) if found else None
+    if (parts := _NAME.fullmatch(path.name)) is None:
+        return None
+    of, kind, host, process, id_ = parts.groups()
+    return Leftover(path, of, kind, host, int(process), id_, age_s or partial(untouched_s, path))
 
 
 def on_the_way(target: P, kind: Literal["tmp", "old"], *, process: int | None = None) -> P:
@@ -135,17 +132,13 @@ def this_process() -> dict[str, str | int]:
 
 def is_running(process: int, id_: str) -> bool:
     """Return whether a process of this host runs and is the one whose ``id_`` begins with its :func:`process_id`."""
-    return _runs(process) and id_.startswith(_identity(process) or "")
-
-
-def _runs(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass  # it runs, as another user
+    return id_.startswith(_identity(process) or "")
 
 
 def _identity(process: int) -> str | None:

@@ -91,10 +91,8 @@ def redacted(data: Any) -> Any:  # noqa: ANN401 - plain data
             secret.add("value")
         return {redacted(name): HIDDEN if name in secret else redacted(value) for name, value in data.items()}
     if isinstance(data, list | tuple):
-        return [
-            HIDDEN if _is_option_of(before, value) else redacted(value)
-            for before, value in zip((None, *data), data, strict=False)
-        ]
+        pairs = zip((None, *data), data, strict=False)
+        return [HIDDEN if _is_option_of(before, value) else redacted(value) for before, value in pairs]
     if isinstance(data, bytes):
         text = data.decode("utf-8", "replace")
         return data if redact(text) == text else redact(text)

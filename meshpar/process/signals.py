@@ -11,9 +11,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal was closed. SIGUSR1: SLURM sends it before the time limit."""
 
 _UNWRITTEN = (OSError, ValueError, RuntimeError)
-"""By which a stream refuses text: a disk, a file that is closed, and one that a signal's handler enters while it is
-at work.
-"""
+"""By which a stream refuses text: a disk, a closed file, one at work that a signal's handler enters."""
 
 
 def heard() -> tuple[signal.Signals, ...]:

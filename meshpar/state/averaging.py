@@ -39,49 +39,40 @@ def averages_of(module: nn.Module) -> list[Tensor]:
 
 @final
 class Averaged:
-    """Keep a moving average of the parameters, each rank of its own shards.
+    """Keep a moving average of the parameters, each rank of its own shards, without communication.
 
     Equals ``torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`` in one process: the
-    first :meth:`update` copies, every later one computes ``average = decay * average + (1 - decay) * parameter``. No
-    rank communicates. The average takes as much memory as the parameters of this rank (in ``dtype``).
+    first :meth:`update` copies, every later one computes ``average = decay * average + (1 - decay) * parameter``.
 
     >>> averaged = Averaged(par, decay=0.999)                     # doctest: +SKIP
     >>> optimizer.step(); averaged.update()                       # doctest: +SKIP
     >>> with averaged.swapped(): evaluate(par.module)             # doctest: +SKIP
 
-    Buffers, such as the running statistics of batch norm, are not averaged: :meth:`swapped` evaluates with the module's
-    present ones, as ``AveragedModel(use_buffers=False)`` does. ``buffers=True`` averages floating-point buffers like
-    parameters. Integer parameters and buffers always keep their present values.
-
-    To checkpoint averages, pass them to ``CheckpointManager.save(averages={"ema": averaged})`` and ``restore``; then
-    ``meshpar export --weights ema`` exports one.
+    Buffers (statistics of batch norm) are not averaged, as by ``AveragedModel(use_buffers=False)``; integers never are.
+    Checkpoint averages by ``CheckpointManager.save(averages={"ema": averaged})`` and ``restore``.
 
     Args:
         par: the parallel module, with values (after ``materialize``).
-        decay: the weight of the previous average, from 0 to 1; or a function of the number of updates so far (1, 2,
-            ...) that returns it. None: 0.999, or ``power``.
-        power: instead of a decay, the power form of Karras et al. (arXiv 2312.02696, section 3.1): update t has the
-            decay ``(1 - 1/t) ** (power + 1)``, so the average covers a share of the run that does not depend on its
-            length. 16.97 and 6.94 are their relative widths 0.05 and 0.10. 0 is the plain mean over all updates:
-            stochastic weight averaging (Izmailov et al., arXiv 1803.05407).
+        decay: weight of the previous average, 0 to 1, or a function of the number of updates so far (1, 2, ...) that
+            returns it. None: 0.999, or ``power``.
+        power: update t has the decay ``(1 - 1/t) ** (power + 1)`` (Karras et al., arXiv 2312.02696, section 3.1), so
+            the average covers a share of the run that does not depend on its length. 16.97 and 6.94 are their relative
+            widths 0.05 and 0.10. 0 is the mean over all updates (Izmailov et al., arXiv 1803.05407).
         every: calls of :meth:`update` from one that averages to the next.
-        after: number of first calls of :meth:`update` that do not average. Until the first that does, the average is
-            the module's present values.
+        after: number of first calls of :meth:`update` that do not average; until then it is the present values.
         device: where the average is kept: ``"cpu"`` is host memory; None: beside the parameters.
-        dtype: dtype of the average; None: each parameter's own. In bfloat16 an average with a decay near 1 stops to
-            change, because the increments are rounded away; use ``torch.float32``.
+        dtype: dtype of the average; None: each parameter's own. bfloat16 rounds increments away for a decay near 1.
         buffers: average floating-point buffers too.
-        from_start: the average starts from the values at its construction, and the first :meth:`update` averages like
-            every later one, as EMAs without torch's copy do; a function as decay then gets 0 first. The default starts
-            from the values at the first update.
+        from_start: start from the values at construction, so that the first :meth:`update` averages, too; a function
+            as decay then gets 0 first. The default starts from the values at the first update.
 
     Attributes:
         updates: how often :meth:`update` averaged.
         calls: how often :meth:`update` was called.
 
     Raises:
-        MeshparError: a parameter has no values yet, a decay outside of 0 to 1, a decay beside a power, a power or
-            number of calls below 0, or a dtype that is not floating-point.
+        MeshparError: a parameter has no values, a decay outside of 0 to 1 or beside a power, a power or number of calls
+            below 0, or a dtype that is not floating-point.
     """
 
     def __init__(
@@ -100,9 +91,8 @@ class Averaged:
         if decay is not None and power is not None:
             raise MeshparError(f"an average got decay={decay!r} and power={power!r}; pass one of them")
         if (power or 0) < 0 or every < 1 or after < 0:
-            raise MeshparError(
-                f"an average got power={power}, every={every}, after={after}; expected 0 or more, 1 or more, 0 or more"
-            )
+            got = f"power={power}, every={every}, after={after}"
+            raise MeshparError(f"an average got {got}; expected 0 or more, 1 or more, 0 or more")
         if dtype is not None and not dtype.is_floating_point:
             raise MeshparError(f"the average's dtype is {dtype}; expected a floating-point dtype such as torch.float32")
         self._par, self._module = par, par.module
@@ -197,24 +187,24 @@ class Averaged:
         """
         self._refuse_inside("load_state_dict()")
         others = tensors_elsewhere(run_of(self._module)).keys() - self._averages.keys()
-        given = {name: tensor for name, tensor in state["averages"].items() if name not in others}
-        if problems := misfits(self._averages, given):
+        values = {name: tensor for name, tensor in state["averages"].items() if name not in others}
+        if problems := misfits(self._averages, values):
             raise MeshparError("\n  ".join(["this average does not fit the module; nothing was changed:", *problems]))
         reads_of(self._module).wait("an average's load_state_dict()")
         for name, average in self._averages.items():
-            mine = given[name]
-            mine = placed_like(mine, average, ()) if isinstance(average, DTensor) else whole_tensor(mine)
-            local_tensor(average).copy_(local_tensor(mine))
+            value = values[name]
+            value = placed_like(value, average, ()) if isinstance(average, DTensor) else whole_tensor(value)
+            local_tensor(average).copy_(local_tensor(value))
         self.updates = int(state["updates"])
         self.calls = int(state.get("calls", self.updates))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return what is averaged, by name, tied tensors once."""
         self._par.reshard()
-        found: dict[str, Tensor] = dict(self._module.named_parameters())
+        tensors: dict[str, Tensor] = dict(self._module.named_parameters())
         if self._buffers:
-            found |= dict(self._module.named_buffers())
-        return {name: tensor for name, tensor in found.items() if tensor.is_floating_point() or tensor.is_complex()}
+            tensors |= dict(self._module.named_buffers())
+        return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() or tensor.is_complex()}
 
     def _copy(self, tensor: Tensor) -> Tensor:
         copy = tensor.detach().clone()

@@ -23,8 +23,14 @@ def mesh_text(spec: MeshSpec, ranks_per_node: int) -> str:
     """Return the drawing of a resolved mesh as text; raises MeshError where the nodes are not all full."""
     nodes = _nodes(spec, ranks_per_node)
     lines = [f"{spec}: {spec.size} ranks on {nodes} node{'s' if nodes > 1 else ''} of {ranks_per_node}", ""]
+    cell, first = len(str(spec.size - 1)) + 1, max(map(len, ("rank", *spec.axes)))
     for node in range(min(nodes, _MOST_NODES)):
-        lines += [*_node_lines(spec, node, ranks_per_node), ""]
+        ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+        lines.append(f"node {node}  {'rank'.ljust(first)} {''.join(str(rank).rjust(cell) for rank in ranks)}")
+        for axis in spec.axes:
+            places = "".join(str(spec.coordinates(rank)[axis]).rjust(cell) for rank in ranks)
+            lines.append(f"        {axis.ljust(first)} {places}")
+        lines.append("")
     if nodes > _MOST_NODES:
         lines += [f"... and {nodes - _MOST_NODES} nodes more", ""]
     width = max(len(f"{axis}={size}") for axis, size in spec.axes.items())
@@ -43,10 +49,10 @@ def mesh_svg(spec: MeshSpec, ranks_per_node: int) -> str:
     width = _LABEL + _CELL * ranks_per_node
     height = _TOP + _ROW * nodes + 14
     axes = [axis for axis, size in spec.axes.items() if size > 1] or list(spec.axes)
-    panels = "".join(
-        f'<g transform="translate(0 {place * height})">{"".join(_panel(spec, axis, ranks_per_node, nodes, width))}</g>'
-        for place, axis in enumerate(axes)
-    )
+    panels = ""
+    for number, axis in enumerate(axes):
+        panel = "".join(_panel(spec, axis, ranks_per_node, nodes, width))
+        panels += f'<g transform="translate(0 {number * height})">{panel}</g>'
     size = f'viewBox="0 0 {max(width, 520)} {height * len(axes)}" width="{max(width, 520)}"'
     style = 'font-family="system-ui,sans-serif" font-size="12" fill="#1d2a35"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}><title>{escape(str(spec))}</title>{panels}</svg>'
@@ -58,15 +64,6 @@ def _nodes(spec: MeshSpec, ranks_per_node: int) -> int:
             f"{spec.size} ranks do not fill nodes of {ranks_per_node}; give a number of nodes that divides them"
         )
     return spec.size // ranks_per_node
-
-
-def _node_lines(spec: MeshSpec, node: int, per_node: int) -> Iterator[str]:
-    ranks = range(node * per_node, (node + 1) * per_node)
-    cell = len(str(spec.size - 1)) + 1
-    width = max(len("rank"), *(len(axis) for axis in spec.axes))
-    yield f"node {node}  {'rank'.ljust(width)} {''.join(str(rank).rjust(cell) for rank in ranks)}"
-    for axis in spec.axes:
-        yield f"        {axis.ljust(width)} {''.join(str(spec.coordinates(rank)[axis]).rjust(cell) for rank in ranks)}"
 
 
 def _members(group: tuple[int, ...]) -> str:
@@ -87,40 +84,32 @@ def _where(spec: MeshSpec, axis: str, per_node: int) -> str:
 
 def _panel(spec: MeshSpec, axis: str, per_node: int, nodes: int, width: int) -> Iterator[str]:
     """Yield the parts of one axis' panel."""
-    size, where = spec.axes[axis], escape(_where(spec, axis, per_node))
-    yield f'<text x="0" y="16"><tspan font-weight="600">{axis}={size}</tspan>: {where}</text>'
+    where = escape(_where(spec, axis, per_node))
+    yield f'<text x="0" y="16"><tspan font-weight="600">{axis}={spec.axes[axis]}</tspan>: {where}</text>'
     for node in range(nodes):
         y = _TOP + node * _ROW
         yield f'<text x="0" y="{y + 18}" fill="#5b6b78">node {node}</text>'
-        yield (
-            f'<rect x="{_LABEL - 6}" y="{y - 6}" width="{width - _LABEL + 4}" height="{_ROW - 4}" rx="6" fill="none" '
-            'stroke="#c9d3db"/>'
-        )
+        size = f'x="{_LABEL - 6}" y="{y - 6}" width="{width - _LABEL + 4}" height="{_ROW - 4}" rx="6"'
+        yield f'<rect {size} fill="none" stroke="#c9d3db"/>'
     groups = spec.groups(axis)
     shown = nodes * per_node
-    for place, group in enumerate(groups):
-        inside = [rank for rank in group if rank < shown]
+    for number, group in enumerate(groups):
+        ranks = [rank for rank in group if rank < shown]
         crosses = len({rank // per_node for rank in group}) > 1
         # Inside a node the colour alone joins ranks that are no neighbours: lines would run through the others.
-        if len(inside) > 1 and (crosses or inside[1] == inside[0] + 1):
-            points = " ".join(
-                f"{x + _CELL / 2 - 4:.0f},{y + 12:.0f}" for x, y in (_place(rank, per_node) for rank in inside)
-            )
-            look = (
-                f'stroke="{_CROSSES}" stroke-dasharray="4 3"'
-                if crosses
-                else f'stroke="{_colour(place, len(groups))}" stroke-width="3"'
-            )
+        if len(ranks) > 1 and (crosses or ranks[1] == ranks[0] + 1):
+            corners = (_place(rank, per_node) for rank in ranks)
+            points = " ".join(f"{x + _CELL / 2 - 4:.0f},{y + 12:.0f}" for x, y in corners)
+            look = f'stroke="{_colour(number, len(groups))}" stroke-width="3"'
+            look = f'stroke="{_CROSSES}" stroke-dasharray="4 3"' if crosses else look
             yield f'<polyline points="{points}" fill="none" {look}/>'
-    for place, group in enumerate(groups):
+    for number, group in enumerate(groups):
         for rank in (member for member in group if member < shown):
             x, y = _place(rank, per_node)
-            yield f'<rect x="{x}" y="{y}" width="{_CELL - 8}" height="24" rx="4" fill="{_colour(place, len(groups))}">'
+            yield f'<rect x="{x}" y="{y}" width="{_CELL - 8}" height="24" rx="4" fill="{_colour(number, len(groups))}">'
             yield f"<title>{escape(f'rank {rank}: {spec.coordinates(rank)}')}</title></rect>"
-            yield (
-                f'<text x="{x + _CELL / 2 - 4:.0f}" y="{y + 16}" text-anchor="middle" fill="#fff" '
-                f'style="fill:#fff">{rank}</text>'
-            )
+            where = f'x="{x + _CELL / 2 - 4:.0f}" y="{y + 16}" text-anchor="middle"'
+            yield f'<text {where} fill="#fff" style="fill:#fff">{rank}</text>'
 
 
 def _place(rank: int, per_node: int) -> tuple[int, int]:

@@ -28,9 +28,7 @@ from meshpar.step.run import fact_of, run_of
 from meshpar.tensors.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 
 BLOCKS = "_blocks"
-"""The end of the name of an optimizer's tensor that has a number for each block of a row, so that no rank divides its
-last dim.
-"""
+"""The end of the name of an optimizer's tensor with a number for each block of a row; no rank divides its last dim."""
 
 
 @final
@@ -99,11 +97,9 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the module's
         state = inner(*args, **kwargs)
-        if (
-            args
-            or kwargs.get("destination") is not None
-            or not (tensors_elsewhere(run_of(module)) or any(isinstance(value, DTensor) for value in state.values()))
-        ):
+        if args or kwargs.get("destination") is not None:
+            return state
+        if not tensors_elsewhere(run_of(module)) and not any(isinstance(value, DTensor) for value in state.values()):
             return state
         sharded = ShardedState(state)
         sharded._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
@@ -113,63 +109,56 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
         module: nn.Module, state: dict[str, Any], prefix: str, _: object, strict: bool, missing: list[str], *others: Any
     ) -> None:
         reads_of(module).wait("load_state_dict()")
-        lacking = _without_other_layers(module, state, prefix, others[-1])
+        lacking = _drop_other_layers(module, state, prefix, others[-1])
         missing += lacking if strict else ()
         for name, own in _tensors(module).items():
-            given = state.get(prefix + name)
-            plain = isinstance(given, Tensor) and not isinstance(given, DTensor)
-            if isinstance(own, DTensor) and given is not None and plain and given.shape == own.shape:
-                part = given.detach()[held_by_this_rank(own)].to(own.device).contiguous()
+            value = state.get(prefix + name)
+            plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if isinstance(own, DTensor) and value is not None and plain and value.shape == own.shape:
+                part = value.detach()[held_by_this_rank(own)].to(own.device).contiguous()
                 state[prefix + name] = part_like(part, own)
 
     module.state_dict = state_dict
     module.register_load_state_dict_pre_hook(place)
 
 
-def _without_other_layers(module: nn.Module, state: dict[str, Any], prefix: str, problems: list[str]) -> list[str]:
+def _drop_other_layers(module: nn.Module, state: dict[str, Any], prefix: str, problems: list[str]) -> list[str]:
     """Drop tensors of other ranks' layers; return those that lack, and note other shapes in ``problems``."""
     others = {prefix + name: tensor for name, tensor in tensors_elsewhere(run_of(module)).items()}
-    given = {name: state.pop(name) for name in others if name in state}
-    problems += [
-        f"size mismatch for {name}: {tuple(value.shape)} in the state, {tuple(others[name].shape)} in the model"
-        for name, value in given.items()
-        if isinstance(value, Tensor) and value.shape != others[name].shape
-    ]
-    return sorted(others.keys() - given.keys()) if given else []  # without any it is this rank's own
+    dropped = {name: state.pop(name) for name in others if name in state}
+    for name, value in dropped.items():
+        if isinstance(value, Tensor) and value.shape != (shape := others[name].shape):
+            sizes = f"{tuple(value.shape)} in the state, {tuple(shape)} in the model"
+            problems.append(f"size mismatch for {name}: {sizes}")
+    return sorted(others.keys() - dropped.keys()) if dropped else []  # without any it is this rank's own
 
 
 def gather_state(module: nn.Module, *, everywhere: bool) -> dict[str, Any]:
     """Return the state as whole host tensors on rank 0, or ``everywhere``; one at a time is on a device. Collective."""
     keep = everywhere or dist.get_rank() == 0
-    state, known = dict[str, Any](), dict[int, Tensor]()
     if (layers := fact_of(module, Layers)) is not None:
-        return _gathered_stages(module, layers.rank, layers.ranks, keep=keep)
+        return _gather_stages(module, layers.rank, layers.ranks, keep=keep)
+    state, copies = dict[str, Any](), dict[int, Tensor]()
     for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            state[name] = value
-            continue
-        if id(value) not in known:
+        if isinstance(value, Tensor) and id(value) not in copies:
             whole = whole_tensor(value)
-            known[id(value)] = whole.cpu().clone() if keep else torch.empty(0)
+            copies[id(value)] = whole.cpu().clone() if keep else torch.empty(0)
             del whole
-        state[name] = known[id(value)]
+        state[name] = copies[id(value)] if isinstance(value, Tensor) else value
     return state if keep else {}
 
 
-def _gathered_stages(module: nn.Module, stage: int, stages: int, *, keep: bool) -> dict[str, Any]:
+def _gather_stages(module: nn.Module, stage: int, stages: int, *, keep: bool) -> dict[str, Any]:
     """Return the whole state where ranks have different layers: the ranks of one after another send theirs."""
-    mine = module.state_dict(keep_vars=True)
-    device = next((value.device for value in mine.values() if isinstance(value, Tensor)), torch.device("cpu"))
+    values = module.state_dict(keep_vars=True)
+    device = next((value.device for value in values.values() if isinstance(value, Tensor)), torch.device("cpu"))
     state, every = dict[str, Any](), [0] * dist.get_world_size()
     dist.all_gather_object(every, stage, group=runtime.hosts())
     for sender in range(stages):
-        source = every.index(sender)
-        described: list[Any] = [
-            [
-                (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, value, None)
-                for name, value in mine.items()
-            ]
-        ]
+        source, described = every.index(sender), list[Any]()
+        for name, value in values.items():
+            described.append((name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, value, None))
+        described = [described]
         dist.broadcast_object_list(described, src=source, group=runtime.hosts())
         for name, what, dtype in described[0]:
             if name in state:  # both ends have what is tied
@@ -177,7 +166,7 @@ def _gathered_stages(module: nn.Module, stage: int, stages: int, *, keep: bool) 
             if dtype is None:
                 state[name] = what
                 continue
-            whole = whole_tensor(mine[name]) if stage == sender else torch.empty(what, dtype=dtype, device=device)
+            whole = whole_tensor(values[name]) if stage == sender else torch.empty(what, dtype=dtype, device=device)
             whole = whole.detach().contiguous()
             dist.broadcast(whole, src=source)
             state[name] = whole.cpu().clone() if keep else None
@@ -204,16 +193,13 @@ def scatter_state(
         raise MeshparError("\n  ".join(["this state does not fit the module:", *problems]))
     for name in offered:
         target = own[name]
+        whole = torch.empty(target.shape, dtype=target.dtype, device=device) if from_rank_0 else state[name]
         if from_rank_0:
-            whole = torch.empty(target.shape, dtype=target.dtype, device=device)
             if dist.get_rank() == 0:
                 whole.copy_(state[name])
             dist.broadcast(whole, src=0)
-        else:
-            whole = state[name]
-        if name in others:
-            continue
-        local_tensor(target).copy_(whole_tensor(whole)[held_by_this_rank(target)])
+        if name not in others:
+            local_tensor(target).copy_(whole_tensor(whole)[held_by_this_rank(target)])
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -235,20 +221,9 @@ def misfits(own: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool
 
 def refuse_copies(module: Any, *, patch: bool = True) -> None:  # noqa: ANN401 - a module that gets attributes
     """Refuse what would copy or write this rank's part as the model; ``patch``: functions of torch, too."""
-    module.__deepcopy__ = functools.partial(
-        _refuse,
-        "a parallel module cannot be copied, because the copy would run the original's weights; for averaged weights "
-        "use par.averaged(decay), for a second model build another one and apply a plan to it",
-    )
-    module.no_sync = functools.partial(
-        _refuse,
-        "no_sync() is DistributedDataParallel's; iterate over par.accumulate(micro_batches), and run a backward for "
-        "each, of which the last one reduces gradients",
-    )
-    if hasattr(module, "resize_token_embeddings"):
-        module.resize_token_embeddings = functools.partial(
-            _refuse, "resize_token_embeddings replaces parameters that the plan has placed; call it before plan.apply"
-        )
+    for name, message in _REFUSED.items():
+        if name != "resize_token_embeddings" or hasattr(module, name):
+            setattr(module, name, functools.partial(_refuse, message))
     if hasattr(module, "save_pretrained"):
         module.save_pretrained = functools.partial(_save_whole, module.save_pretrained)
     module._ddp_params_and_buffers_to_ignore = _NotForDDP()  # which DistributedDataParallel reads first
@@ -257,9 +232,8 @@ def refuse_copies(module: Any, *, patch: bool = True) -> None:  # noqa: ANN401 -
         return
     while_lives(module, "norms", functools.partial(check_norms_of, _refuse_several_meshes))
     while_lives(module, "functional calls", functools.partial(check_functional_calls, _refuse_other_layers))
-    while_lives(
-        module, "numbers", functools.partial(refuse_parts_as_numbers, functools.partial(_refuse, _READ_AS_A_NUMBER))
-    )
+    refuse_number = functools.partial(_refuse, _READ_AS_A_NUMBER)
+    while_lives(module, "numbers", functools.partial(refuse_parts_as_numbers, refuse_number))
 
 
 def _save_whole(save: Callable[..., object], *args: Any, **kwargs: Any) -> None:
@@ -275,6 +249,14 @@ def _save_whole(save: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         save(*args, **kwargs)
 
 
+_REFUSED = {
+    "__deepcopy__": "a parallel module cannot be copied, because the copy would run the original's weights; for "
+    "averaged weights use par.averaged(decay), for a second model build another one and apply a plan to it",
+    "no_sync": "no_sync() is DistributedDataParallel's; iterate over par.accumulate(micro_batches), and run a backward "
+    "for each, of which the last one reduces gradients",
+    "resize_token_embeddings": "resize_token_embeddings replaces parameters that the plan has placed; call it before "
+    "plan.apply",
+}
 _READ_AS_A_NUMBER = (
     "a DTensor whose ranks hold parts of it was read as a number (.item(), float()), which would give only this "
     "rank's part; use par.whole(tensor).item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of "
@@ -290,16 +272,12 @@ class _NotForDDP:
 
 
 def _refuse_several_meshes(gradients: Iterable[Tensor]) -> None:
-    meshes = {
-        gradient.device_mesh: ", ".join(gradient.device_mesh.mesh_dim_names or ())
-        for gradient in gradients
-        if isinstance(gradient, DTensor)
-    }
+    meshes = dict.fromkeys(gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor))
     if len(meshes) > 1:
+        axes = " and ".join(f"({', '.join(mesh.mesh_dim_names or ())})" for mesh in meshes)
         _refuse(
-            "torch.nn.utils.clip_grad_norm_ got gradients on several meshes "
-            f"({' and '.join(f'({axes})' for axes in meshes.values())}), whose norms torch cannot add; call "
-            "par.clip_grad_norm_(max_norm), which clips by one norm over all of them"
+            f"torch.nn.utils.clip_grad_norm_ got gradients on several meshes ({axes}), whose norms torch cannot add; "
+            "call par.clip_grad_norm_(max_norm), which clips by one norm over all of them"
         )
 
 

@@ -57,20 +57,15 @@ def allocate(module: nn.Module, device: torch.device, parameter_device: torch.de
                 child._buffers[name] = torch.empty_like(buffer, device=device)
 
     # As nn.Module.to_empty, except for tensors that have their values.
-    def home(tensor: Tensor) -> torch.device:
-        return device if "_meshpar_whole" in vars(tensor) else parameter_device
+    def fill(tensor: Tensor) -> Tensor:
+        home = device if "_meshpar_whole" in vars(tensor) else parameter_device
+        return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor
 
-    module._apply(lambda tensor: torch.empty_like(tensor, device=home(tensor)) if tensor.is_meta else tensor)
-    retie(module, ties)
-
-
-def retie(module: nn.Module, groups: list[tuple[str, ...]]) -> None:
-    """Make the names of each group one parameter again: the first's."""
-    for owner, *others in groups:
-        parameter = module.get_parameter(owner)
-        for name in others:
+    module._apply(fill)
+    for owner, *names in ties:
+        for name in names:
             parent, _, leaf = name.rpartition(".")
-            module.get_submodule(parent)._parameters[leaf] = parameter
+            module.get_submodule(parent)._parameters[leaf] = module.get_parameter(owner)
 
 
 @torch.no_grad()
@@ -82,20 +77,14 @@ def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.d
     done: set[int] = set()
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
-        own = {
-            key: value
-            for key, value in child._parameters.items()
-            if value is not None and id(value) not in done and prefix + key in missing
-        }
+        lacking = {key: value for key, value in child._parameters.items() if prefix + key in missing}
+        fresh = {key: value for key, value in lacking.items() if value is not None and id(value) not in done}
         buffers = {key for key in child._buffers if prefix + key in missing}
-        if not own and not buffers:
-            continue
-        done.update(map(id, own.values()))
-        with _whole_parameters(child, device) as whole, random.forked(device):
-            random.seed(device, random.mix(seed, zlib.crc32(name.encode())))
-            _run(name, child, layout, whole, buffers)
-            for key, parameter in own.items():
-                local_tensor(parameter).copy_(whole[key][held_by_this_rank(parameter)])
+        done.update(map(id, fresh.values()))
+        if fresh or buffers:
+            with random.forked(device):
+                random.seed(device, random.mix(seed, zlib.crc32(name.encode())))
+                _run(name, child, layout, device, fresh, buffers)
 
 
 @torch.no_grad()
@@ -117,16 +106,16 @@ def from_source(
     if fit.problems:
         raise LayoutError("\n  ".join(["these weights do not fit this model:", *fit.problems, *fit.remedies]))
     _rebuild(module, layout, device, missing, fit.rebuilt)
-    held, wanted = fit.held, {name: tensor for name, tensor in state(module) if name not in fit.rebuilt}
-    twice = [(name, other) for name in wanted for other in held[name][1:]]
-    differing = [twice.index((name, other)) for name in wanted for other in _read(fit.source, held[name], wanted[name])]
+    stored, wanted = fit.stored, {name: tensor for name, tensor in state(module) if name not in fit.rebuilt}
+    twice = [(name, other) for name in wanted for other in stored[name][1:]]
+    unlike = [(name, other) for name in wanted for other in _read(fit.source, stored[name], wanted[name])]
     divided = bool(tensors_elsewhere(run_of(module)))  # another rank has other tensors, and both ends of ties
-    found = _agreed(min(differing, default=_NONE)) if twice or divided else _NONE
-    if found < _NONE:
-        name, other = twice[found] if found < len(twice) else ("a tensor", "another one")
+    first = _agree(min(map(twice.index, unlike), default=_NONE)) if twice or divided else _NONE
+    if first < _NONE:
+        name, other = twice[first] if first < len(twice) else ("a tensor", "another one")
         raise LayoutError(
-            f"{held.get(name, [name])[0]} and {other} are one tensor in this model and differ in these weights; build "
-            "the model untied, or choose one: ignore=[...] leaves the other unread"
+            f"{stored.get(name, [name])[0]} and {other} are one tensor in this model and differ in these weights; "
+            "build the model untied, or choose one: ignore=[...] leaves the other unread"
         )
 
 
@@ -136,7 +125,7 @@ class Fit:
     """How weights fit a model: the names that hold each tensor, those that modules rebuild, problems and remedies."""
 
     source: WeightSource
-    held: Mapping[str, list[str]]
+    stored: Mapping[str, list[str]]
     rebuilt: set[str]
     problems: list[str]
     remedies: list[str]
@@ -152,72 +141,54 @@ def compared(
     offered = set(source.shapes())
     if any(not offered.intersection(group) for group in names.values()):
         source = layout.weights.view(source)
-    named = _told_names(source)
-    covered = {
-        pattern: {name for name in named if covers(pattern, name) or covers(pattern, named[name])} for pattern in ignore
+    shapes, origin = source.shapes(), source.origin if isinstance(source, Mapped) else lambda name: name
+    in_files = {name: origin(name) or name for name in shapes}
+    problems, ignored = list[str](), set[str]()
+    for pattern in ignore:
+        covered = {name for name in in_files if covers(pattern, name) or covers(pattern, in_files[name])}
+        ignored |= covered
+        if not covered:
+            near = suggestion(pattern, in_files.values())
+            problems.append(f"ignore: {pattern!r} matches no tensor of these weights; {near}")
+    offered = in_files.keys() - ignored
+    stored = {name: [other for other in group if other in offered] for name, group in names.items()}
+    rebuilt = {
+        name for name in wanted if not stored[name] and any(matches(pattern, name) for pattern in layout.rebuilt)
     }
-    ignored = set[str]().union(*covered.values())
-    problems = [
-        f"ignore: {pattern!r} matches no tensor of these weights; {suggestion(pattern, named.values())}"
-        for pattern, found in covered.items()
-        if not found
-    ]
-    held = {
-        name: [other for other in group if other in named and other not in ignored] for name, group in names.items()
-    }
-    rebuilt = {name for name in wanted if not held[name] and any(matches(pattern, name) for pattern in layout.rebuilt)}
-    problems += _misfits(
-        {name: tensor for name, tensor in wanted.items() if name not in rebuilt}, held, source, cast=cast
-    )
-    known = ignored.union(*held.values(), _not_stored(module), tensors_elsewhere(run_of(module)))
+    dtypes = dtypes_of(source)
+    for name, tensor in wanted.items():
+        offers = {other: (tuple(shapes[other]), dtypes.get(other, tensor.dtype)) for other in stored[name]}
+        problems += _misfits(name, tensor, offers, cast=cast) if name not in rebuilt else ()
+    used = ignored.union(*stored.values(), _not_stored(module), tensors_elsewhere(run_of(module)))
     unexpected = [
-        f"unexpected: {named[name]} {tuple(shape)}"
-        for name, shape in source.shapes().items()
-        if name not in known and not _harmless(name, named[name], layout)
+        f"unexpected: {in_files[name]} {tuple(shape)}"
+        for name, shape in shapes.items()
+        if name not in used and not _is_harmless(name, in_files[name], layout)
     ]
-    remedies = []
-    if problems or unexpected:
-        remedies = ["ignore=[...], in a recipe model.ignore, leaves unexpected tensors unread"] if unexpected else []
-        nested = (
-            full[: -len(name)]
-            for name in wanted
-            if not held[name]
-            for full in named.values()
-            if full.endswith(f".{name}")
-        )
-        if prefix := next(nested, None):
-            remedies = [
-                f"these weights' names begin with {prefix!r}: DistributedCheckpoint and TorchWeights take "
-                f"prefix={prefix!r}"
-            ]
-    return Fit(source, held, rebuilt, [*problems, *unexpected], remedies)
-
-
-def _told_names(source: WeightSource) -> dict[str, str]:
-    """Return the names of tensors in ``source`` -> in the files, for those that come whole from one there."""
-    origin = source.origin if isinstance(source, Mapped) else lambda name: name
-    return {name: origin(name) or name for name in source.shapes()}
+    remedies = ["ignore=[...], in a recipe model.ignore, leaves unexpected tensors unread"] if unexpected else []
+    for name in [name for name in wanted if not stored[name]] if problems or unexpected else ():
+        if full := next((full for full in in_files.values() if full.endswith(f".{name}")), None):
+            prefix = repr(full[: -len(name)])
+            takers = f"DistributedCheckpoint and TorchWeights take prefix={prefix}"
+            remedies = [f"these weights' names begin with {prefix}: {takers}"]
+            break
+    return Fit(source, stored, rebuilt, [*problems, *unexpected], remedies)
 
 
 def _misfits(
-    wanted: Mapping[str, Tensor], held: Mapping[str, list[str]], source: WeightSource, *, cast: bool
-) -> list[str]:
-    """Return what is missing, and what has another shape, or a dtype that the model's cannot stand for."""
-    shapes, problems = source.shapes(), []
-    dtypes = dtypes_of(source)
-    for name, tensor in wanted.items():
-        if not held[name]:
-            problems.append(f"missing: {name} {tuple(tensor.shape)}")
-        for stored in held[name]:
-            if tuple(shapes[stored]) != tuple(tensor.shape):
-                problems.append(f"shape of {stored}: expected {tuple(tensor.shape)}, got {tuple(shapes[stored])}")
-            elif not cast and not _converts(dtypes.get(stored, tensor.dtype), tensor.dtype):
-                problems.append(
-                    f"dtype of {stored}: expected {tensor.dtype}, got {dtypes[stored]}, whose values may need scales "
-                    "that are stored beside them; give weights in a wider floating-point dtype, or cast=True to take "
-                    "the bare values"
-                )
-    return problems
+    name: str, tensor: Tensor, offers: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, cast: bool
+) -> Iterator[str]:
+    """Yield whether a tensor is missing, or has another shape, or a dtype that the model's cannot stand for."""
+    if not offers:
+        yield f"missing: {name} {tuple(tensor.shape)}"
+    for other, (shape, dtype) in offers.items():
+        if shape != tuple(tensor.shape):
+            yield f"shape of {other}: expected {tuple(tensor.shape)}, got {shape}"
+        elif not cast and not _converts(dtype, tensor.dtype):
+            yield (
+                f"dtype of {other}: expected {tensor.dtype}, got {dtype}, whose values may need scales that are stored "
+                "beside them; give weights in a wider floating-point dtype, or cast=True to take the bare values"
+            )
 
 
 def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
@@ -232,7 +203,7 @@ def _not_stored(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_buffers(remove_duplicate=False)} - {name for name, _ in state(module)}
 
 
-def _harmless(name: str, stored: str, layout: ModelLayout) -> bool:
+def _is_harmless(name: str, stored: str, layout: ModelLayout) -> bool:
     """Return whether the layout knows of a tensor in files that the model has no use for."""
     return any(matches(pattern, name) for pattern in layout.rebuilt) or any(
         re.search(pattern, candidate) for pattern in layout.ignored for candidate in (name, stored)
@@ -245,44 +216,29 @@ def _read(source: WeightSource, names: list[str], tensor: Tensor) -> list[str]:
     if not out.numel() and out.ndim:
         return []
     source.read(names[0], index, out)
-    return [
-        other
-        for other in names[1:]
-        if not all(_same(part, _part(source, other, at, part)) for at, part in _by_rows(index, out))
-    ]
+    tiles = [(index, out)]
+    if out.ndim:
+        step = max(1, len(out) * _TILE_BYTES // out.nbytes)
+        rows = [(index[0].start + first, part) for first, part in zip(range(0, len(out), step), out.split(step))]
+        tiles = [((slice(begin, begin + len(part)), *index[1:]), part) for begin, part in rows]
+    return [other for other in names[1:] if not all(_is_read(source, other, at, part) for at, part in tiles)]
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same bits, also where they are no numbers."""
-    return torch.equal(
-        *(tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
-    )
+def _is_read(source: WeightSource, name: str, index: tuple[slice, ...], values: Tensor) -> bool:
+    """Return whether a part of a source has the same bits as ``values``, also where they are no numbers."""
+    part = torch.empty_like(values)
+    source.read(name, index, part)
+    plain = (tensor.resolve_conj().resolve_neg().reshape(-1).contiguous() for tensor in (values, part))
+    return torch.equal(*(tensor.view(torch.uint8) for tensor in plain))
 
 
-def _agreed(place: int) -> int:
+def _agree(number: int) -> int:
     """Return the least of all ranks' numbers."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return place
-    least = torch.tensor(place)
+        return number
+    least = torch.tensor(number)
     dist.all_reduce(least, dist.ReduceOp.MIN, runtime.hosts())
     return int(least)
-
-
-def _by_rows(index: tuple[slice, ...], out: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """Yield the place and the values of pieces of at most some MiB, of a tensor whose place is ``index``."""
-    if not out.ndim:
-        yield index, out
-        return
-    step = max(1, len(out) * _TILE_BYTES // out.nbytes)
-    for first, part in zip(range(0, len(out), step), out.split(step)):
-        begin = index[0].start + first
-        yield (slice(begin, begin + len(part)), *index[1:]), part
-
-
-def _part(source: WeightSource, name: str, index: tuple[slice, ...], like: Tensor) -> Tensor:
-    part = torch.empty_like(like)
-    source.read(name, index, part)
-    return part
 
 
 def state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -303,39 +259,40 @@ def _rebuild(
         buffers = {key for key in child._buffers if key not in persistent and prefix + key in missing}
         own = {key: value for key, value in child._parameters.items() if value is not None and prefix + key in rebuilt}
         if buffers or own:
-            with _whole_parameters(child, device) as whole:
-                _run(name, child, layout, whole, buffers)
-                for key, parameter in own.items():
-                    local_tensor(parameter).copy_(whole[key][held_by_this_rank(parameter)])
+            _run(name, child, layout, device, own, buffers)
 
 
-def _run(name: str, child: nn.Module, layout: ModelLayout, whole: dict[str, Tensor], buffers: set[str]) -> None:
-    """Initialise one module's own tensors, and see that its parameters and ``buffers`` were really written."""
-    before = {
-        key: (buffer, buffer._version)
-        for key, buffer in child._buffers.items()
-        if key in buffers and buffer is not None
-    }
-    for tensor in whole.values():
-        if tensor.is_floating_point():
-            tensor.fill_(torch.nan)
-    versions = {key: tensor._version for key, tensor in whole.items()}
-    init = layout.init or own_init(child)
-    if init is not None:
-        init(child)
-    missed = [
-        key for key, tensor in whole.items() if child._parameters[key] is tensor and _untouched(tensor, versions[key])
-    ]
-    missed += [
-        key for key, (buffer, version) in before.items() if child._buffers[key] is buffer and buffer._version == version
-    ]
-    if missed:
-        raise LayoutError(
-            f"{name or class_name(child)} ({class_name(child)}) has no initialisation for {', '.join(missed)}; give "
-            "the class a reset_parameters() that fills them, or pass ModelLayout(init=...), or build the model with "
-            "weights instead of on meta"
-        )
-    whole.update({key: value for key, value in child._parameters.items() if key in whole and value is not None})
+def _run(
+    name: str,
+    child: nn.Module,
+    layout: ModelLayout,
+    device: torch.device,
+    parameters: Mapping[str, nn.Parameter],
+    buffers: set[str],
+) -> None:
+    """Initialise a module's own tensors, check that they were written, and keep this rank's part of ``parameters``."""
+    with _whole_parameters(child, device) as whole:
+        for tensor in whole.values():
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+        filled = {key: buffer for key, buffer in child._buffers.items() if key in buffers and buffer is not None}
+        before = whole | filled
+        versions = {key: tensor._version for key, tensor in before.items()}
+        if (init := layout.init or own_init(child)) is not None:
+            init(child)
+        now = child._parameters | child._buffers
+        same = [key for key, value in before.items() if now[key] is value and value._version == versions[key]]
+        # A parameter that was written through .data keeps its version; its NaN are gone.
+        missed = [key for key in same if key in filled or not _has_values(before[key])]
+        if missed:
+            raise LayoutError(
+                f"{name or class_name(child)} ({class_name(child)}) has no initialisation for {', '.join(missed)}; "
+                "give the class a reset_parameters() that fills them, or pass ModelLayout(init=...), or build the "
+                "model with weights instead of on meta"
+            )
+        whole |= {key: value for key, value in child._parameters.items() if value is not None}
+        for key, parameter in parameters.items():
+            local_tensor(parameter).copy_(whole[key][held_by_this_rank(parameter)])
 
 
 def own_init(child: nn.Module) -> Callable[[nn.Module], Any] | None:
@@ -346,27 +303,20 @@ def own_init(child: nn.Module) -> Callable[[nn.Module], Any] | None:
     return None
 
 
-def _untouched(tensor: Tensor, version: int) -> bool:
-    """Return whether nobody wrote ``tensor``, not even through ``.data``, which leaves its version as it was."""
-    if tensor._version != version:
-        return False
-    return not tensor.is_floating_point() or bool(tensor.isnan().all())
+def _has_values(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not tensor.isnan().all()
 
 
 @contextmanager
 def _whole_parameters(child: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Let a module own whole plain parameters for a while instead of its shards."""
-    kept = dict(child._parameters)
+    shards = dict(child._parameters)
     whole: dict[str, Tensor] = {}
-    for key, parameter in kept.items():
-        if parameter is not None:
-            fresh = nn.Parameter(
-                torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
-                requires_grad=parameter.requires_grad,
-            )
-            child._parameters[key] = fresh
-            whole[key] = fresh
+    for key, shard in shards.items():
+        if shard is not None:
+            values = torch.empty(shard.shape, dtype=shard.dtype, device=device)
+            child._parameters[key] = whole[key] = nn.Parameter(values, requires_grad=shard.requires_grad)
     try:
         yield whole
     finally:
-        child._parameters.update(kept)
+        child._parameters.update(shards)

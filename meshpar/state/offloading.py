@@ -1,7 +1,9 @@
-"""Memory of a device lent to others for a while: its tensors' values in host memory, bit for bit, and back."""
+"""Memory of a device lent to others: its tensors' values in page-locked host memory, bit for bit, and back."""
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,14 +19,42 @@ from meshpar._torch.modules import memory_of
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
-from meshpar.state.page_locked import Slab, starts
 from meshpar.tensors.placements import local_tensor
 
+ALIGNMENT = 64
 _INSIDE = "inside of par.offloaded(), where its parameters have no memory; call it after the block"
 _AGAIN = (
     "after par.offloaded() had failed to take memory back; free the device's memory, then run `with par.offloaded(): "
     "pass`, which tries again"
 )
+
+
+def starts(sizes: Iterable[int]) -> list[int]:
+    """Return where parts of so many bytes begin in a slab, and the size of the slab."""
+    return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+
+@final
+class Slab:
+    """Host memory of exactly ``nbytes``, given back unlike torch's; pinned, it is whole pages of its own."""
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8) if not pin or not nbytes else _pinned(nbytes)
+        if pin and nbytes:
+            weakref.finalize(self, _unpin, self.memory).atexit = False
+
+
+def _pinned(nbytes: int) -> Tensor:
+    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    if torch.cuda.is_available():  # other accelerators copy from and to memory that is not pinned
+        registered = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)  # type: ignore[union-attr]
+        torch.cuda.check_error(registered)
+    return memory
+
+
+def _unpin(memory: Tensor) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[union-attr]
 
 
 @final

@@ -20,10 +20,8 @@ from meshpar.tensors.placements import local_index, local_tensor
 
 Result = TypeVar("Result")
 
-_BESIDE, _BESIDE_EACH = 256, 16
-"""Bytes that may live beside what is described: at all, and for each parameter."""
-_GOES_S = 2.0
-"""How long a thread that has ended a collective may still hold its tensors."""
+_BESIDE, _BESIDE_EACH = 256, 16  # bytes that may live beside what is described: at all, and for each parameter
+_GOES_S = 2.0  # how long a thread that has ended a collective may still hold its tensors
 
 
 def storages() -> dict[int, tuple[int, Tensor]]:
@@ -37,9 +35,8 @@ def storages() -> dict[int, tuple[int, Tensor]]:
             continue
         seen.add(id(tensor))
         # Nothing in Python may refer to them, and then the collector does not know them.
-        waiting += [
-            related for related in (tensor.grad if tensor.is_leaf else None, tensor._base) if related is not None
-        ]
+        related = (tensor.grad if tensor.is_leaf else None, tensor._base)
+        waiting += [other for other in related if other is not None]
         if tensor.is_meta or isinstance(tensor, DTensor):  # its part here is a tensor of its own
             continue
         storage = tensor.untyped_storage()
@@ -54,11 +51,10 @@ def storages() -> dict[int, tuple[int, Tensor]]:
 
 def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
     """Run something; return its result, the peak bytes of host memory of tensors, and those that are left."""
-    with profile(profile_memory=True) as seen:
+    recorded: Any = profile(profile_memory=True)
+    with recorded:
         result = run()
-    assert seen is not None, "a profile is entered"
-    results: Any = seen.kineto_results
-    events = (event for event in results.events() if event.name() == "[memory]")
+    events = (event for event in recorded.kineto_results.events() if event.name() == "[memory]")
     total = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         total += event.nbytes()
@@ -130,20 +126,18 @@ class Memory:
             if kinds[kind] and not expected <= size <= expected + room:
                 problems.append(f"{kind}: {size:,} bytes, expected {expected:,} and at most {room:,} of padding")
         if undescribed:
-            total, listed = (
-                sum(nbytes for nbytes, _ in undescribed),
-                ", ".join(f"{shape} {nbytes:,}" for nbytes, shape in undescribed[:8]),
-            )
-            problems.append(f"{len(undescribed)} tensors that the description does not know, {total:,} bytes: {listed}")
+            total, count = sum(nbytes for nbytes, _ in undescribed), len(undescribed)
+            listed = ", ".join(f"{shape} {nbytes:,}" for nbytes, shape in undescribed[:8])
+            problems.append(f"{count} tensors that the description does not know, {total:,} bytes: {listed}")
         assert not problems, f"after {after}:\n  " + "\n  ".join(problems)
 
     def _undescribed(self, named: set[int], allowed: int) -> list[tuple[int, tuple[int, ...]]]:
         """Return bytes and shapes of tensors in storages not ``named``, largest first; none up to ``allowed``."""
         until = time.monotonic() + _GOES_S
         while True:
-            undescribed = [
-                (nbytes, tuple(tensor.shape)) for number, (nbytes, tensor) in self.live().items() if number not in named
-            ]
+            others = [storage for number, storage in self.live().items() if number not in named]
+            undescribed = [(nbytes, tuple(tensor.shape)) for nbytes, tensor in others]
+            del others
             if sum(nbytes for nbytes, _ in undescribed) <= allowed:
                 return []
             if time.monotonic() > until:
@@ -185,6 +179,5 @@ def _padding(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 0
     fullest = local_index(tensor.shape, tensor.placements, tensor.device_mesh.shape, [0] * tensor.device_mesh.ndim)
-    return (
-        math.prod(part.stop - part.start for part in fullest) - local_tensor(tensor).numel()
-    ) * tensor.element_size()
+    count = math.prod(part.stop - part.start for part in fullest)
+    return (count - local_tensor(tensor).numel()) * tensor.element_size()

@@ -51,9 +51,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def token_loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """Return the summed token loss of ``{"input_ids": (B, L), "labels": (B, L) aligned, -100 = not counted}`` and
-    the tokens counted.
-    """
+    """Return the summed token loss of ``{"input_ids": (B, L), "labels": (B, L) aligned}`` and its number of tokens."""
     labels = batch["labels"]
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return token_loss(model(**inputs).logits, labels, reduction="sum"), int((labels != IGNORE_INDEX).sum())
@@ -179,23 +177,13 @@ def assert_parity(
 
     Collective: every rank calls it.
     """
+    trained: Any = {"loss_sum": loss_sum, "max_norm": max_norm}
     if expected is None:
-        expected = one_process(
-            build,
-            steps,
-            layout=layout,
-            seed=seed,
-            loss_sum=loss_sum,
-            max_norm=max_norm,
-            passes=alone,
-            optimizer=optimizer,
-        )
+        expected = one_process(build, steps, layout=layout, seed=seed, passes=alone, optimizer=optimizer, **trained)
     with torch.device("meta"):
         module = build()
     par = Plan(mesh, passes, guards=guards).apply(module, layout).materialize(seed=seed)
-    got = train_steps(
-        par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=optimizer and optimizer(par.module.parameters())
-    )
+    got = train_steps(par, steps, optimizer=optimizer and optimizer(par.module.parameters()), **trained)
     verdict: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -225,16 +213,6 @@ def one_process(
     """
     if dist.get_rank() != 0:
         return Record()
-    par = _alone(build, layout, seed, passes)
-    return train_steps(
-        par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=optimizer and optimizer(par.module.parameters())
-    )
-
-
-def _alone(
-    build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int, passes: Sequence[Pass] = ()
-) -> Parallelized:
-    """Return the model in this process, with ``passes`` without axes, on a mesh that nobody shares."""
     with torch.device("meta"):
         module = build()
     full_layout, facts, moments = layout or layout_for(module), Facts(), list[Moment]()
@@ -248,7 +226,9 @@ def _alone(
         if installed is not None:
             facts.add(installed.facts)
             moments += installed.moments
-    return in_this_process(module, full_layout, facts, moments).materialize(seed=seed)
+    par = in_this_process(module, full_layout, facts, moments).materialize(seed=seed)
+    chosen = optimizer and optimizer(par.module.parameters())
+    return train_steps(par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=chosen)
 
 
 def in_this_process(
@@ -286,14 +266,12 @@ def assert_records_match(expected: Record, got: Record, tolerance: float = 1e-5)
         error = float((want.double() - have.double()).abs().max()) if want.numel() else 0.0
         scale = max(float(want.double().abs().max()) if want.numel() else 0.0, floor)
         if not error <= tolerance * scale:
-            differences.append(
-                (error / scale, f"{name}: off by {error:.2e}, {error / scale:.1e} of its largest value {scale:.2e}")
-            )
+            part = error / scale
+            differences.append((part, f"{name}: off by {error:.2e}, {part:.1e} of its largest value {scale:.2e}"))
 
     for name, have in (("losses", got.losses), ("norms", got.norms)):
         compare(name, torch.tensor(getattr(expected, name)), torch.tensor(have), 0.0)
-    # A gradient that is zero by theory holds rounding noise only; it is held against the size of the gradients around
-    # it.
+    # A gradient that is zero by theory holds rounding noise only; it is compared with the size of others.
     typical = max((float(grad.abs().max()) for grad in expected.gradients.values()), default=0.0)
     for kind, floor in (("gradients", 1e-3 * typical), ("weights", 0.0)):
         want, have = getattr(expected, kind), getattr(got, kind)
@@ -303,15 +281,12 @@ def assert_records_match(expected: Record, got: Record, tolerance: float = 1e-5)
             compare(f"{kind[:-1]} of {name}", want[name], have[name], floor)
     if differences:
         listed = "\n  ".join(text for _, text in sorted(differences, reverse=True)[:20])
-        raise AssertionError(
-            f"{len(differences)} differences from one process (tolerance {tolerance:.0e}):\n  {listed}"
-        )
+        count = f"{len(differences)} differences from one process"
+        raise AssertionError(f"{count} (tolerance {tolerance:.0e}):\n  {listed}")
 
 
 def random_tokens(vocab: int, batch: int, length: int, *, seed: int, ignored: float = 0.0) -> dict[str, Tensor]:
-    """Return a random batch: ``input_ids`` (B, L), aligned ``labels`` (B, L), a fraction ``ignored`` of which does
-    not count.
-    """
+    """Return a random batch: ``input_ids`` and aligned ``labels`` (B, L), a part of them ``ignored``."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab, (batch, length + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -329,22 +304,11 @@ def token_steps(
     length: int = 16,
     uneven: bool = True,
 ) -> list[list[list[dict[str, Tensor]]]]:
-    """Return steps for :func:`train_steps`: ``parts`` batches a micro-batch (any data size that divides it), with
-    uneven token counts.
-    """
-    return [
-        [
-            [
-                random_tokens(
-                    vocab,
-                    batch,
-                    length,
-                    seed=(step * 31 + micro) * 101 + part,
-                    ignored=(part % 3) * 0.25 if uneven else 0.0,
-                )
-                for part in range(parts)
-            ]
-            for micro in range(micro_batches)
-        ]
-        for step in range(steps)
-    ]
+    """Return steps for :func:`train_steps`: ``parts`` batches a micro-batch (any data size that divides it)."""
+
+    def draw(step: int, micro: int, part: int) -> dict[str, Tensor]:
+        ignored, seed = (part % 3) * 0.25 if uneven else 0.0, (step * 31 + micro) * 101 + part
+        return random_tokens(vocab, batch, length, seed=seed, ignored=ignored)
+
+    micros = range(micro_batches)
+    return [[[draw(step, micro, part) for part in range(parts)] for micro in micros] for step in range(steps)]

@@ -1,4 +1,4 @@
-"""Run a test on several ranks."""
+"""Run a test on several ranks, in processes that other tests use; a test restores them, or misses it loudly."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from operator import is_
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import torch
@@ -23,7 +25,6 @@ import torch.distributed as dist
 
 from meshpar.core import mesh, runtime
 from meshpar.exchange import ranks as step_ranks
-from meshpar.testing.process_state import ProcessState
 
 P = ParamSpec("P")
 
@@ -153,18 +154,15 @@ class RankProcesses:
         self._folder.cleanup()
 
 
-_KEPT: dict[int, RankProcesses] = {}
-"""By their number."""
-_MOST_RUNS, _MOST_RANKS = 40, 8
-"""So that neither what tests leave in a process nor processes at rest can pile up."""
+_KEPT: dict[int, RankProcesses] = {}  # by their number
+_MOST_RUNS, _MOST_RANKS = 40, 8  # so that neither what tests leave in a process nor processes at rest pile up
 
 
 def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str) -> None:
     waiting: dict[Any, int] = {ours: rank for rank, (_, ours) in enumerate(started)}
     failures: dict[int, str] = {}
     while waiting:
-        # After a first failure the peers may fail because of it; the earliest report is the cause, others get a moment
-        # to arrive.
+        # After a first failure the peers may fail because of it: others get a moment to arrive.
         seconds = deadline - time.monotonic() if not failures else 0.2
         ready = wait(list(waiting), timeout=max(0.0, seconds))
         if not ready:
@@ -181,10 +179,8 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
                 failures[rank] = report
     if failures:
         rank = next(iter(failures))
-        raise RankFailure(
-            f"{name} failed on rank {rank} of {len(started)} (also on "
-            f"{sorted(set(failures) - {rank})}):\n{failures[rank]}"
-        )
+        others = sorted(set(failures) - {rank})
+        raise RankFailure(f"{name} failed on rank {rank} of {len(started)} (also on {others}):\n{failures[rank]}")
     if waiting:
         raise RankFailure(f"{name}: ranks {sorted(waiting.values())} of {len(started)} did not end in time")
 
@@ -193,13 +189,8 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
     gc.freeze()  # what the server has loaded: to look for garbage there would copy its pages into each rank
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, count),
-            rank=rank,
-            world_size=count,
-            timeout=timedelta(seconds=max(5.0, timeout_s - 5)),
-        )
+        shared, patience = dist.FileStore(store, count), timedelta(seconds=max(5.0, timeout_s - 5))
+        dist.init_process_group("gloo", store=shared, rank=rank, world_size=count, timeout=patience)
         if keep:  # an equal mesh is the same one: its groups are open, and what DTensor has planned for it still holds
             mesh._built = functools.cache(mesh._built)
             step_ranks.own_group = functools.cache(step_ranks.own_group)
@@ -233,3 +224,77 @@ def _next(asked: Connection) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]
         return asked.recv()  # type: ignore[no-any-return]
     except EOFError:  # closed by the test's process, or with it
         return None
+
+
+_WATCHED = ("torch", "torch.distributed", "torch.nn.functional", "torch.nn.modules", "torch.optim", "torch.utils")
+_TORCH, _MESHPAR = (str(Path(file).parent) + os.sep for file in (torch.__file__, Path(__file__).parent))
+
+
+class ProcessState:
+    """Settings of this process, and the functions of meshpar and torch, before a test."""
+
+    def __init__(self) -> None:
+        self._folder = os.getcwd()
+        self._names: dict[str, dict[str, Any]] = {}
+        self._classes: dict[str, dict[str, type]] = {}
+        self._seen: set[str] = set()
+        self._watched: list[str] = []
+        list(self._replaced())
+
+    def restore(self, test: str) -> None:
+        """Put settings back; raises AssertionError if ``test`` left a function, or a constant of meshpar, changed."""
+        os.chdir(self._folder)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)
+        gc.collect()  # a module of the test may still have its patches in torch
+        changed = sorted(f"{space}.{key}" for space, key, now in self._replaced() if not _is_expected(space, now))
+        if changed:
+            raise AssertionError(
+                f"{test} left {', '.join(changed)} changed in ranks that run the next test, expected everything as it "
+                "was; patch with pytest.MonkeyPatch.context(), or write @on_ranks(..., fresh='the reason')"
+            )
+
+    def _replaced(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield names of meshpar, and the best known of torch, that stand for other things than at the last call."""
+        new = sys.modules.keys() - self._seen
+        self._seen |= new
+        self._watched += [name for name in new if _is_watched(name)]
+        for name in self._watched:
+            namespace = vars(sys.modules[name]) if name in sys.modules else {}
+            if not _is_same(self._names.get(name), namespace):
+                yield from self._compared(name, namespace)
+                classes = {key: value for key, value in namespace.items() if issubclass(type(value), type)}
+                self._classes[name] = {key: kind for key, kind in classes.items() if kind.__module__ == name}
+            for key, kind in self._classes[name].items():
+                if not _is_same(self._names.get(f"{name}.{key}"), vars(kind)):
+                    yield from self._compared(f"{name}.{key}", vars(kind))
+
+    def _compared(self, space: str, namespace: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+        """Yield what is replaced in one module or class, and keep what it holds now."""
+        earlier, self._names[space] = self._names.get(space, {}), dict(namespace)
+        kinds = (int, float, str, tuple) if _is_ours(space) and space in sys.modules else ()
+        for key, before in earlier.items():
+            now = namespace.get(key, before)
+            if now is before or (issubclass(type(before), type) and before.__module__ == space):
+                continue  # of a class its methods are compared
+            if all(callable(value) or issubclass(type(value), kinds) for value in (before, now)):
+                yield space, key, now
+
+
+def _is_same(known: Mapping[str, Any] | None, namespace: Mapping[str, Any]) -> bool:
+    return known is not None and len(known) == len(namespace) and all(map(is_, known.values(), namespace.values()))
+
+
+def _is_watched(name: str) -> bool:
+    return _is_ours(name) or name in _WATCHED or name.rpartition(".")[0] in _WATCHED[1:]
+
+
+def _is_ours(space: str) -> bool:
+    return space.partition(".")[0] == "meshpar"
+
+
+def _is_expected(space: str, function: object) -> bool:
+    """Return whether torch, or meshpar in torch, wraps it once for a whole process, as the compiler does."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    return file.startswith(_TORCH) or (file.startswith(_MESHPAR) and space.startswith("torch"))

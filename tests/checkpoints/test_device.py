@@ -23,7 +23,7 @@ from meshpar.checkpoints.storage.disk import ReadFile
 from meshpar.checkpoints.storage.files import Box, Turns, crc32
 from meshpar.checkpoints.storage.place import place
 from meshpar.core import runtime
-from meshpar.state.page_locked import Slab
+from meshpar.state.offloading import Slab
 from tests.checkpoints.test_commit import Job
 
 DEVICE = torch.device("meta")
