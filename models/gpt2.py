@@ -15,15 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshpar.core.layout import ModelLayout, TensorLayout
-from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
+from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of, published
 from meshpar.passes.positions.attention import Mask, attention, attention_mask
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPT2Config:
-    """Set the shape of a :class:`GPT2`, with transformers' field names. The defaults are the 124M model without
-    dropout.
+    """Set the shape of a :class:`GPT2`, with transformers' field names; by default the 124M model without dropout.
 
     >>> from meshpar.models import GPT2Config
     >>> GPT2Config(n_layer=2, n_embd=64, n_head=4).vocab_size
@@ -99,17 +98,12 @@ class GPT2(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
     ) -> ModelOutput:
-        """Predict each next token.
+        """Predict each next token; return the logits, and the mean loss if ``labels`` are given.
 
         Args:
             input_ids: (B, L) int64.
-            labels: (B, L) int64, aligned with ``input_ids`` as in transformers: the model shifts them by one. -100 is
-                not counted.
-            position_ids: (B, L) or (1, L) int64, which restart with each document of a row; None: one document, 0 ..
-                L-1.
-
-        Returns:
-            The logits, and the mean loss if ``labels`` are given.
+            labels: (B, L) int64, aligned with ``input_ids``: the model shifts them by one. -100 is not counted.
+            position_ids: (B, L) or (1, L) int64, which restart with each document of a row; None: 0 .. L-1.
 
         Raises:
             ValueError: the sequence is longer than ``config.n_positions``.
@@ -147,8 +141,7 @@ class Decoder(nn.Module):
 
     def forward(self, ids_BL: Tensor, positions_BL: Tensor, documents_BL: Tensor | None) -> Tensor:
         """Return the hidden states (B, L, D); ``documents_BL`` are positions that restart with each document."""
-        # Under sequence parallelism wte returns this rank's positions, and the style of wpe cuts its output to the
-        # same.
+        # Under sequence parallelism wte returns this rank's positions, to which the style of wpe cuts its output.
         x_BLD = self.drop(self.wte(ids_BL) + self.wpe(positions_BL))
         mask = attention_mask(self, documents_BL, dtype=x_BLD.dtype)
         for block in self.h:
@@ -206,8 +199,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Return the update of the residual stream, (B, L, D)."""
-        h_BLF = F.gelu(self.c_fc(x_BLD), approximate="tanh")
-        return self.c_proj(h_BLF)
+        return self.c_proj(F.gelu(self.c_fc(x_BLD), approximate="tanh"))
 
 
 @final
@@ -242,38 +234,21 @@ def _residual_std(config: GPT2Config) -> float:
 
 _TENSOR: dict[str, Any] = {
     "transformer.wte": "vocab",
-    "transformer.wpe": "sequence",
-    "transformer.h.*.ln_1": "sequence",
-    "transformer.h.*.attn": "region",
+    **dict.fromkeys(("transformer.wpe", "transformer.h.*.ln_1", "transformer.h.*.ln_2"), "sequence"),
+    **dict.fromkeys(("transformer.h.*.attn", "transformer.h.*.mlp"), "region"),
     "transformer.h.*.attn.c_attn": "packed_colwise:3",
-    "transformer.h.*.attn.c_proj": "rowwise",
-    "transformer.h.*.ln_2": "sequence",
-    "transformer.h.*.mlp": "region",
     "transformer.h.*.mlp.c_fc": "colwise",
-    "transformer.h.*.mlp.c_proj": "rowwise",
+    **dict.fromkeys(("transformer.h.*.attn.c_proj", "transformer.h.*.mlp.c_proj"), "rowwise"),
     "transformer.ln_f": "sequence",
     "lm_head": "head",
 }
 
 
 def _published_config(config: GPT2Config) -> dict[str, Any]:
+    same = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon")
     return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": config.vocab_size,
-        "n_positions": config.n_positions,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_inner": config.n_inner,
+        **published("gpt2", "GPT2LMHeadModel", tied=config.tied),
+        **{name: getattr(config, name) for name in same},
         "activation_function": "gelu_new",
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": config.dropout,
-        "layer_norm_epsilon": config.layer_norm_epsilon,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": config.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "dtype": "float32",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
     }

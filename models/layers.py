@@ -5,7 +5,7 @@ Shape suffixes: N tokens, D model, E experts, K experts of a token, R = N x K ro
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,7 @@ from meshpar.losses.token_loss import IGNORE_INDEX, token_loss
 
 @final
 class ModelOutput(NamedTuple):
-    """Return the loss and the logits of a forward pass.
-
-    A named tuple, because FSDP2 finds the tensors of an output through pytree, which supports named tuples without
-    registration.
+    """Return the loss and the logits of a forward pass, as a named tuple, in which FSDP2 finds the tensors.
 
     Attributes:
         loss: mean over the counted tokens, 0-dim float32; None without labels.
@@ -68,6 +65,12 @@ def positions_of(input_ids_BL: Tensor, limit: int) -> Tensor:
             "model's config"
         )
     return torch.arange(length, device=input_ids_BL.device)[None]
+
+
+def published(kind: str, architecture: str, *, tied: bool) -> dict[str, Any]:
+    """Return what the published configs of all reference models have."""
+    names = {"model_type": kind, "architectures": [architecture], "bos_token_id": None, "eos_token_id": None}
+    return names | {"initializer_range": 0.02, "tie_word_embeddings": tied, "dtype": "float32"}
 
 
 @final
@@ -139,9 +142,8 @@ class StackedExperts(nn.Module):
         count, slots = len(self.gate), chosen_NK.shape[1]
         expert_R = chosen_NK.flatten()
         order_R = expert_R.argsort(stable=True)
-        rows_E = torch.zeros(count, dtype=torch.int64, device=x_ND.device).index_add_(
-            0, expert_R, torch.ones_like(expert_R)
-        )
+        zeros_E = torch.zeros(count, dtype=torch.int64, device=x_ND.device)
+        rows_E = zeros_E.index_add_(0, expert_R, torch.ones_like(expert_R))
         x_RD = x_ND.index_select(0, order_R // slots)
         h_RF = F.silu(products(x_RD, self.gate, rows_E)) * products(x_RD, self.up, rows_E)
         y_RD = products(h_RF, self.down, rows_E) * weights_NK.flatten()[order_R, None]

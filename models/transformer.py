@@ -54,17 +54,12 @@ class Transformer(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
     ) -> ModelOutput:
-        """Predict each next token.
+        """Predict each next token; return the logits, and the mean loss if ``labels`` are given.
 
         Args:
             input_ids: (B, L) int64.
-            labels: (B, L) int64, aligned with ``input_ids`` as in transformers: the model shifts them by one. -100 is
-                not counted.
-            position_ids: (B, L) or (1, L) int64, which restart with each document of a row; None: one document, 0 ..
-                L-1.
-
-        Returns:
-            The logits, and the mean loss if ``labels`` are given.
+            labels: (B, L) int64, aligned with ``input_ids``: the model shifts them by one. -100 is not counted.
+            position_ids: (B, L) or (1, L) int64, which restart with each document of a row; None: 0 .. L-1.
 
         Raises:
             ValueError: the sequence is longer than ``config.max_positions``.
@@ -79,27 +74,19 @@ class Transformer(nn.Module):
 
     def meshpar_layout(self) -> ModelLayout:
         """Describe the model to the passes."""
-        config = self.config
+        config, keys = self.config, ("layers.*.attn.k", "layers.*.attn.v")
+        heads = {"layers.*.attn.q": config.heads, **dict.fromkeys(keys, config.kv_groups)}
+        rules = (*(Rename(ours, theirs) for ours, theirs in published_names(config)), *published_experts(config))
         return ModelLayout(
             blocks=("layers.*",),
-            tensor=TensorLayout(
-                _table(config),
-                heads={
-                    "layers.*.attn.q": config.heads,
-                    "layers.*.attn.k": config.kv_groups,
-                    "layers.*.attn.v": config.kv_groups,
-                },
-                copied_heads=("layers.*.attn.k", "layers.*.attn.v"),
-            ),
+            tensor=TensorLayout(_table(config), heads=heads, copied_heads=keys),
             head="head",
             attention=("layers.*.attn",),
             tied=(("embed.weight", "head.weight"),) if config.tied else (),
             dropout=config.dropout > 0,
             ignored=(r"rotary_emb\.inv_freq$",),
             experts=_experts(config),
-            weights=WeightMap(
-                rules=(*(Rename(ours, theirs) for ours, theirs in published_names(config)), *published_experts(config))
-            ),
+            weights=WeightMap(rules),
             config=published_config(config),
         )
 
@@ -153,8 +140,7 @@ class Attention(nn.Module):
         v_BLGC = self.v(x_BLD).unflatten(-1, (-1, self.channels))
         if self.q_norm is not None and self.k_norm is not None:
             q_BLHC, k_BLGC = self.q_norm(q_BLHC), self.k_norm(k_BLGC)
-        # From integer positions and in every layer: FSDP2 casts a layer's floating-point arguments to param_dtype, and
-        # angles rounded to bfloat16 cannot tell position 257 from 256.
+        # From integers in every layer: FSDP2 casts floating-point arguments, and bfloat16 has 256 for position 257.
         cos_BL1R, sin_BL1R = rotations(positions_BL, self.channels, self.theta, self.scaling)
         attended_BHLC = attention(
             self,
@@ -223,25 +209,16 @@ def _table(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _residual_std(config: TransformerConfig) -> float:
-    # Each of the 2 * layers additions to the residual stream is drawn smaller, so that their sum starts at one layer's
-    # size.
+    # The sum of the 2 * layers additions to the residual stream starts at the size of one layer.
     return 0.02 / math.sqrt(2 * config.layers)
 
 
 _TENSOR: dict[str, Any] = {
     "embed": "vocab",
-    "layers.*.attn_norm": "sequence",
-    "layers.*.attn": "region",
-    "layers.*.attn.q": "colwise",
-    "layers.*.attn.k": "colwise",
-    "layers.*.attn.v": "colwise",
-    "layers.*.attn.o": "rowwise",
-    "layers.*.mlp_norm": "sequence",
-    "layers.*.mlp": "region",
-    "layers.*.mlp.gate": "colwise",
-    "layers.*.mlp.up": "colwise",
-    "layers.*.mlp.down": "rowwise",
-    "norm": "sequence",
+    **dict.fromkeys(("layers.*.attn", "layers.*.mlp"), "region"),
+    **dict.fromkeys((f"layers.*.{leaf}" for leaf in ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up")), "colwise"),
+    **dict.fromkeys(("layers.*.attn.o", "layers.*.mlp.down"), "rowwise"),
+    **dict.fromkeys(("layers.*.attn_norm", "layers.*.mlp_norm", "norm"), "sequence"),
     "head": "head",
 }
 # Each expert's features are split. Routers see whole sequences, so that nothing runs between regions on a part of one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from meshpar.models.layers import published
 from meshpar.weights import Unstack
 
 
@@ -84,9 +85,8 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "dim", "layers", "heads", "hidden", "max_positions")
-        problems = [
-            f"{name} is {getattr(self, name)}, expected at least 1" for name in sizes if getattr(self, name) < 1
-        ]
+        few = (name for name in sizes if getattr(self, name) < 1)
+        problems = [f"{name} is {getattr(self, name)}, expected at least 1" for name in few]
         if not problems and self.head_dim is None and self.dim % self.heads:
             problems.append(f"heads ({self.heads}) does not divide dim ({self.dim}); set head_dim, or change heads")
         if not problems and (self.kv_groups < 1 or self.heads % self.kv_groups):
@@ -102,11 +102,10 @@ class TransformerConfig:
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             problems.append(f"experts_per_token is {self.experts_per_token}, expected 1 to experts ({self.experts})")
         if min(self.experts, self.shared_experts) < 0 or (self.expert_hidden is not None and self.expert_hidden < 1):
-            got = (
-                f"experts is {self.experts}, shared_experts {self.shared_experts} and expert_hidden "
-                f"{self.expert_hidden}"
+            got = f"experts is {self.experts}, shared_experts {self.shared_experts}"
+            problems.append(
+                f"{got} and expert_hidden {self.expert_hidden}; expected 0 or more, 0 or more, and at least 1"
             )
-            problems.append(f"{got}; expected 0 or more, 0 or more, and at least 1")
         if self.routed_scale != 1.0 and not (self.shared_experts and self.routed_scale > 0.0):
             problems.append(
                 f"routed_scale is {self.routed_scale}, expected above 0, and 1 without shared_experts, as Qwen3-MoE "
@@ -138,31 +137,16 @@ class TransformerConfig:
 
 
 _LLAMA3 = TransformerConfig(vocab_size=128_256, rope_theta=500_000.0, max_positions=8192, kv_heads=8, heads=32)
+_LLAMA31 = replace(_LLAMA3, max_positions=131_072, rope_scaling=RopeScaling(factor=8.0))
 
 PRESETS: dict[str, TransformerConfig] = {
     "tiny": TransformerConfig(),
     # GPT-2's smallest in this architecture; its 50257 tokens rounded up so that every usual tensor axis divides them.
     "124m": TransformerConfig(vocab_size=50_304, dim=768, layers=12, heads=12, hidden=2048, tied=True),
-    "llama-1b": replace(
-        _LLAMA3,
-        dim=2048,
-        layers=16,
-        hidden=8192,
-        tied=True,
-        max_positions=131_072,
-        rope_scaling=RopeScaling(factor=32.0),
-    ),
+    "llama-1b": replace(_LLAMA31, dim=2048, layers=16, hidden=8192, tied=True, rope_scaling=RopeScaling(factor=32.0)),
     "llama-8b": replace(_LLAMA3, dim=4096, layers=32, hidden=14_336),
     "llama-70b": replace(_LLAMA3, dim=8192, layers=80, heads=64, hidden=28_672),
-    "llama-405b": replace(
-        _LLAMA3,
-        dim=16_384,
-        layers=126,
-        heads=128,
-        hidden=53_248,
-        max_positions=131_072,
-        rope_scaling=RopeScaling(factor=8.0),
-    ),
+    "llama-405b": replace(_LLAMA31, dim=16_384, layers=126, heads=128, hidden=53_248),
     "qwen3-30b-a3b": TransformerConfig(
         vocab_size=151_936,
         dim=2048,
@@ -187,45 +171,33 @@ _SWIGLU = ("gate", "up", "down")
 
 
 def published_names(config: TransformerConfig) -> list[tuple[str, str]]:
+    inner, theirs = "layers.*.mlp", "model.layers.*.mlp"
     modules = {
         "embed": "model.embed_tokens",
-        "layers.*.attn.q": "model.layers.*.self_attn.q_proj",
-        "layers.*.attn.k": "model.layers.*.self_attn.k_proj",
-        "layers.*.attn.v": "model.layers.*.self_attn.v_proj",
-        "layers.*.attn.o": "model.layers.*.self_attn.o_proj",
+        **{f"layers.*.attn.{part}": f"model.layers.*.self_attn.{part}_proj" for part in "qkvo"},
         "layers.*.attn_norm": "model.layers.*.input_layernorm",
         "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
         "norm": "model.norm",
         "head": "lm_head",
     }
+    shared = bool(config.experts and config.shared_experts)
     if config.experts:
-        modules["layers.*.mlp.router"] = "model.layers.*.mlp.gate"
-        if config.shared_experts:
-            modules |= {
-                f"layers.*.mlp.shared.{part}": f"model.layers.*.mlp.shared_experts.{part}_proj" for part in _SWIGLU
-            }
-    else:
-        modules |= {f"layers.*.mlp.{part}": f"model.layers.*.mlp.{part}_proj" for part in _SWIGLU}
+        modules[f"{inner}.router"] = f"{theirs}.gate"
+        inner, theirs = f"{inner}.shared", f"{theirs}.shared_experts"
+    if shared or not config.experts:
+        modules |= {f"{inner}.{part}": f"{theirs}.{part}_proj" for part in _SWIGLU}
     if config.qk_norm:
-        modules["layers.*.attn.q_norm"] = "model.layers.*.self_attn.q_norm"
-        modules["layers.*.attn.k_norm"] = "model.layers.*.self_attn.k_norm"
-    bias = (
-        [("layers.*.mlp.bias", "model.layers.*.mlp.gate.e_score_correction_bias")]
-        if config.experts and config.shared_experts
-        else []
-    )
+        modules |= {f"layers.*.attn.{norm}": f"model.layers.*.self_attn.{norm}" for norm in ("q_norm", "k_norm")}
+    bias = [("layers.*.mlp.bias", "model.layers.*.mlp.gate.e_score_correction_bias")] if shared else []
     return [(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in modules.items()] + bias
 
 
 def published_experts(config: TransformerConfig) -> list[Unstack]:
-    numbers = range(config.experts)
-    return [
-        Unstack(
-            f"layers.*.mlp.experts.{part}",
-            tuple(f"model.layers.*.mlp.experts.{number}.{part}_proj.weight" for number in numbers),
-        )
-        for part in (_SWIGLU if config.experts else ())
-    ]
+    rules = []
+    for part in _SWIGLU if config.experts else ():
+        theirs = (f"model.layers.*.mlp.experts.{number}.{part}_proj.weight" for number in range(config.experts))
+        rules.append(Unstack(f"layers.*.mlp.experts.{part}", tuple(theirs)))
+    return rules
 
 
 def published_config(config: TransformerConfig) -> dict[str, Any]:
@@ -244,8 +216,7 @@ def published_config(config: TransformerConfig) -> dict[str, Any]:
         kind, name, more = _published_mixture(config)
         rope |= {"partial_rotary_factor": 1.0} if config.shared_experts else {}
     return {
-        "model_type": kind,
-        "architectures": [f"{name}ForCausalLM"],
+        **published(kind, f"{name}ForCausalLM", tied=config.tied),
         **more,
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
@@ -257,14 +228,9 @@ def published_config(config: TransformerConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": rope,
-        "tie_word_embeddings": config.tied,
         "attention_bias": False,
         "attention_dropout": config.dropout,
         "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "dtype": "float32",
     }
 
 
@@ -276,21 +242,9 @@ def _published_mixture(config: TransformerConfig) -> tuple[str, str, dict[str, A
         "norm_topk_prob": True,
     }
     if not config.shared_experts:
-        return (
-            "qwen3_moe",
-            "Qwen3Moe",
-            common | {"num_experts": config.experts, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        )
-    experts = {
-        "n_routed_experts": config.experts,
-        "n_shared_experts": config.shared_experts,
-        "n_group": 1,
-        "topk_group": 1,
-    }
-    layers = {
-        "first_k_dense_replace": 0,
-        "num_nextn_predict_layers": 0,
-        "routed_scaling_factor": config.routed_scale,
-        "use_qk_norm": True,
-    }
-    return "glm4_moe", "Glm4Moe", common | experts | layers
+        experts = {"num_experts": config.experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        return "qwen3_moe", "Qwen3Moe", common | experts
+    counts = {"n_routed_experts": config.experts, "n_shared_experts": config.shared_experts}
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    rest = {"routed_scaling_factor": config.routed_scale, "use_qk_norm": True}
+    return "glm4_moe", "Glm4Moe", common | counts | groups | rest

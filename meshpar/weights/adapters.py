@@ -17,11 +17,8 @@ NAME = "default"
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers with adapters by name."""
-    return {
-        name: child
-        for name, child in model.named_modules()
-        if hasattr(child, "base_layer") and hasattr(child, "lora_A")
-    }
+    modules = model.named_modules()
+    return {name: child for name, child in modules if hasattr(child, "base_layer") and hasattr(child, "lora_A")}
 
 
 def base_name(name: str) -> str:
@@ -55,8 +52,7 @@ class MergedAdapters:
     """A model's weights with adapters added, read slice by slice, as peft's ``merge_and_unload``."""
 
     def __init__(self, base: TypedSource, factors: Mapping[str, AdapterFactors]) -> None:
-        self.shapes, self.dtypes, self._base = base.shapes, base.dtypes, base
-        self._factors = factors
+        self.shapes, self.dtypes, self._base, self._factors = base.shapes, base.dtypes, base, factors
         self._last: tuple[str, Tensor, Tensor] | None = None
 
     def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:

@@ -7,14 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 
 from meshpar.core.errors import LayoutError, MeshparError
 from meshpar.core.patterns import suggestion
-from meshpar.weights.rules import Rule, View, names_of, rule_from_json, spans_of
+from meshpar.weights.rules import Rule, Spans, View, names_of, rule_from_json, spans_of
 
 
 class WeightSource(Protocol):
@@ -62,21 +62,11 @@ class WeightMap:
 
     def theirs(self, name: str) -> tuple[str, ...]:
         """Return the published names that hold (parts of) our tensor ``name``."""
-        names: tuple[str, ...] = (name,)
-        for rule in self.rules:
-            names = tuple(
-                dict.fromkeys(new for old in names for new in _across(names_of(rule.ours), names_of(rule.theirs), old))
-            )
-        return names
+        return _carry(name, [(names_of(rule.ours), names_of(rule.theirs)) for rule in self.rules])
 
     def ours(self, name: str) -> tuple[str, ...]:
         """Return our names that hold (parts of) the published tensor ``name``."""
-        names: tuple[str, ...] = (name,)
-        for rule in reversed(self.rules):
-            names = tuple(
-                dict.fromkeys(new for old in names for new in _across(names_of(rule.theirs), names_of(rule.ours), old))
-            )
-        return names
+        return _carry(name, [(names_of(rule.theirs), names_of(rule.ours)) for rule in reversed(self.rules)])
 
     def view(self, source: WeightSource) -> Mapped:
         """Present a published file under our names and shapes; raises LayoutError for missing parts and clashes."""
@@ -111,8 +101,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
         raise LayoutError(
             f"the pattern {pattern!r} has {stars} '*' in one part of a name; expected at most {_MOST_STARS}"
         )
-    # Parts are atomic: what one part's '*' stand for changes nothing for the others, and need not be tried again for
-    # them.
+    # Parts are atomic: what one part's '*' stand for need not be tried again for the others.
     parts = ("([^.]*)".join(map(re.escape, part.split("*"))) for part in pattern.split("."))
     return re.compile(r"\.".join(rf"(?>{part}(?=\.|\Z))" for part in parts))
 
@@ -128,9 +117,16 @@ def _fill(pattern: str, stars: tuple[str, ...]) -> str:
     return re.sub(r"\*", lambda _: next(parts), pattern)
 
 
-def _across(here: tuple[str, ...], there: tuple[str, ...], name: str) -> tuple[str, ...]:
-    stars = _find(here, name)
-    return (name,) if stars is None else tuple(_fill(pattern, stars) for pattern in there)
+def _carry(name: str, sides: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]) -> tuple[str, ...]:
+    """Return the names that a name becomes from side to side of rules, each once."""
+    names: tuple[str, ...] = (name,)
+    for here, there in sides:
+        carried: list[str] = []
+        for old in names:
+            stars = _find(here, old)
+            carried += (old,) if stars is None else (_fill(pattern, stars) for pattern in there)
+        names = tuple(dict.fromkeys(carried))
+    return names
 
 
 def _stage(
@@ -141,29 +137,26 @@ def _stage(
     build: Callable[[Sequence[View]], Sequence[View]],
 ) -> dict[str, View]:
     """Carry every tensor from one side of ``rule`` to the other."""
-    made: list[tuple[str, View]] = []
+    carried: list[tuple[str, View]] = []
     problems: list[str] = []
     done: set[str] = set()
     for name, view in views.items():
         stars = _find(here, name)
         if stars is None:
-            made.append((name, view))
+            carried.append((name, view))
         elif name not in done:
-            together = [_fill(pattern, stars) for pattern in here]
-            done.update(together)
-            if absent := [ours for ours in together if ours not in views]:
-                problems.append(
-                    f"{name!r} is one of {len(together)} parts, and {', '.join(map(repr, absent))} is missing"
-                )
+            parts = [_fill(pattern, stars) for pattern in here]
+            done.update(parts)
+            if absent := ", ".join(repr(part) for part in parts if part not in views):
+                problems.append(f"{name!r} is one of {len(parts)} parts, and {absent} is missing")
             else:
-                made += zip(
-                    (_fill(pattern, stars) for pattern in there), build([views[ours] for ours in together]), strict=True
-                )
-    calls = Counter(name for name, _ in made)
+                names = [_fill(pattern, stars) for pattern in there]
+                carried += zip(names, build([views[part] for part in parts]), strict=True)
+    calls = Counter(name for name, _ in carried)
     problems += [f"two tensors would be called {name!r}" for name, count in calls.items() if count > 1]
     if problems:
         raise LayoutError("\n  ".join([f"{rule} does not fit these tensors:", *problems]))
-    return dict(made)
+    return dict(carried)
 
 
 def dtypes_of(source: WeightSource) -> Mapping[str, torch.dtype]:
@@ -173,12 +166,11 @@ def dtypes_of(source: WeightSource) -> Mapping[str, torch.dtype]:
 
 
 def _leaves(source: WeightSource) -> dict[str, View]:
-    dtypes = dtypes_of(source)
-    return {name: _leaf(source, name, tuple(shape), dtypes.get(name)) for name, shape in source.shapes().items()}
+    def read(name: str, spans: Spans, out: torch.Tensor) -> None:
+        source.read(name, tuple(slice(*span) for span in spans), out)
 
-
-def _leaf(source: WeightSource, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> View:
-    return View(shape, dtype, lambda spans, out: source.read(name, tuple(slice(*span) for span in spans), out), name)
+    shapes, dtypes = source.shapes(), dtypes_of(source)
+    return {name: View(tuple(shapes[name]), dtypes.get(name), partial(read, name), name) for name in shapes}
 
 
 @final

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, TypeAlias, final
 
 import torch
 
 from meshpar.core.errors import LayoutError
 
-Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""(start, stop) along every dim of a tensor."""
+Spans: TypeAlias = tuple[tuple[int, int], ...]  # (start, stop) along every dim of a tensor
 
 
 @final
@@ -124,9 +124,56 @@ def _put(values: tuple, dim: int, *value: object) -> tuple:  # type: ignore[type
     return (*values[:dim], value[0] if len(value) == 1 else value, *values[dim + 1 :])
 
 
+class _Patterns:
+    """The two sides of a rule, whose ``*`` carry over in order."""
+
+    __slots__ = ()
+    ours: Any
+    theirs: Any
+
+    def __post_init__(self) -> None:
+        patterns = (*names_of(self.ours), *names_of(self.theirs))
+        if len({pattern.count("*") for pattern in patterns}) > 1:
+            raise LayoutError(
+                f"{self}: every pattern must hold the same number of '*', because they carry over in order"
+            )
+
+
+class _Parts(_Patterns):
+    """A rule of which one side has several tensors, one after another along ``dim``; empty parts are equal ones."""
+
+    __slots__ = ()
+    dim: int
+    parts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        count = len(names_of(self.ours)) + len(names_of(self.theirs)) - 1
+        object.__setattr__(self, "parts", tuple(self.parts) or (1,) * count)
+        super().__post_init__()
+        if len(self.parts) != count or count < 2 or min(self.parts) < 1:
+            raise LayoutError(
+                f"{self}: expected two or more patterns on the side of several, and a positive part for each"
+            )
+
+    def _cut(self, views: Sequence[View]) -> Sequence[View]:
+        (view,) = views
+        unit = _length(view, self.dim, sum(self.parts), self)
+        ends = [end * unit for end in accumulate(self.parts, initial=0)]
+        return [narrowed(view, self.dim % len(view.shape), start, end - start) for start, end in pairwise(ends)]
+
+    def _join(self, views: Sequence[View]) -> Sequence[View]:
+        first, unit = views[0].shape, _length(views[0], self.dim, self.parts[0], self)
+        dim = self.dim % len(first)
+        wanted = [_put(first, dim, part * unit) for part in self.parts]
+        if [view.shape for view in views] != wanted or len({view.dtype for view in views}) > 1:
+            shapes = [(view.shape, view.dtype) for view in views]
+            raise LayoutError(f"{self} needs parts of one dtype with shapes {wanted}; got {shapes}")
+        return [joined(views, dim)]
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class Rename:
+class Rename(_Patterns):
     """One tensor under another name: ``Rename("layers.*.up.weight", "model.layers.*.mlp.up_proj.weight")``.
 
     Each ``*`` stands for one part of a dotted name or a piece of it, and carries over in order.
@@ -136,9 +183,6 @@ class Rename:
     theirs: str
     kind: ClassVar[str] = "rename"
 
-    def __post_init__(self) -> None:
-        _check_patterns(self)
-
     def forward(self, views: Sequence[View]) -> Sequence[View]:
         return views
 
@@ -147,15 +191,12 @@ class Rename:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Transpose:
+class Transpose(_Patterns):
     """One tensor with its last two dims exchanged: ``nn.Linear`` here, transformers' ``Conv1D`` there."""
 
     ours: str
     theirs: str
     kind: ClassVar[str] = "transpose"
-
-    def __post_init__(self) -> None:
-        _check_patterns(self)
 
     def forward(self, views: Sequence[View]) -> Sequence[View]:
         if len(views[0].shape) < 2:
@@ -169,7 +210,7 @@ class Transpose:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Permute:
+class Permute(_Patterns):
     """One tensor with its rows in another order along ``dim``.
 
     Within every block of ``outer * inner * unit`` rows, seen as ``(outer, inner, unit)`` in ours, outer and inner
@@ -184,23 +225,20 @@ class Permute:
     dim: int = 0
     kind: ClassVar[str] = "permute"
 
-    def __post_init__(self) -> None:
-        _check_patterns(self)
-
     def forward(self, views: Sequence[View]) -> Sequence[View]:
-        return [permuted(self._checked(views[0]), self.dim % len(views[0].shape), self.outer, self.inner, self.unit)]
+        return self._permute(views[0], self.outer, self.inner)
 
     def backward(self, views: Sequence[View]) -> Sequence[View]:
-        return [permuted(self._checked(views[0]), self.dim % len(views[0].shape), self.inner, self.outer, self.unit)]
+        return self._permute(views[0], self.inner, self.outer)
 
-    def _checked(self, view: View) -> View:
-        _length(view, self.dim, self.outer * self.inner * self.unit, self)
-        return view
+    def _permute(self, view: View, outer: int, inner: int) -> Sequence[View]:
+        _length(view, self.dim, outer * inner * self.unit, self)
+        return [permuted(view, self.dim % len(view.shape), outer, inner, self.unit)]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Fuse:
+class Fuse(_Parts):
     """Several of ours are one of theirs, one after another along ``dim``.
 
     ``parts`` are their lengths, or anything in the same proportion (``(q_heads, kv_heads, kv_heads)``); empty: equal
@@ -213,20 +251,12 @@ class Fuse:
     parts: tuple[int, ...] = ()
     kind: ClassVar[str] = "fuse"
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(self.parts) or (1,) * len(self.ours))
-        _check_patterns(self)
-
-    def forward(self, views: Sequence[View]) -> Sequence[View]:
-        return [_concat(views, self.dim, self.parts, self)]
-
-    def backward(self, views: Sequence[View]) -> Sequence[View]:
-        return _cut(views[0], self.dim, self.parts, self)
+    forward, backward = _Parts._join, _Parts._cut
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Split:
+class Split(_Parts):
     """One of ours is several of theirs, one after another along ``dim``; ``parts`` as for :class:`Fuse`."""
 
     ours: str
@@ -235,15 +265,7 @@ class Split:
     parts: tuple[int, ...] = ()
     kind: ClassVar[str] = "split"
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(self.parts) or (1,) * len(self.theirs))
-        _check_patterns(self)
-
-    def forward(self, views: Sequence[View]) -> Sequence[View]:
-        return _cut(views[0], self.dim, self.parts, self)
-
-    def backward(self, views: Sequence[View]) -> Sequence[View]:
-        return [_concat(views, self.dim, self.parts, self)]
+    forward, backward = _Parts._cut, _Parts._join
 
 
 @final
@@ -301,33 +323,8 @@ def names_of(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else patterns
 
 
-def _check_patterns(rule: Rule) -> None:
-    patterns = (*names_of(rule.ours), *names_of(rule.theirs))
-    if len({pattern.count("*") for pattern in patterns}) > 1:
-        raise LayoutError(f"{rule}: every pattern must hold the same number of '*', because they carry over in order")
-    parts = getattr(rule, "parts", None)
-    if parts is not None and (len(parts) != len(patterns) - 1 or len(parts) < 2 or min(parts) < 1):
-        raise LayoutError(f"{rule}: expected two or more patterns on the side of several, and a positive part for each")
-
-
-def _length(view: View, dim: int, unit: int, rule: Rule) -> int:
+def _length(view: View, dim: int, unit: int, rule: object) -> int:
     """Return how often ``unit`` goes into the view's dim; raises LayoutError where it does not."""
     if not -len(view.shape) <= dim < len(view.shape) or view.shape[dim] % unit:
         raise LayoutError(f"{rule} needs dim {dim} to be a multiple of {unit}; got a tensor of shape {view.shape}")
     return view.shape[dim] // unit
-
-
-def _cut(view: View, dim: int, parts: tuple[int, ...], rule: Rule) -> list[View]:
-    unit = _length(view, dim, sum(parts), rule)
-    starts = [sum(parts[:i]) * unit for i in range(len(parts))]
-    return [narrowed(view, dim % len(view.shape), start, part * unit) for start, part in zip(starts, parts)]
-
-
-def _concat(views: Sequence[View], dim: int, parts: tuple[int, ...], rule: Rule) -> View:
-    unit = _length(views[0], dim, parts[0], rule)
-    dim %= len(views[0].shape)
-    wanted = [(*views[0].shape[:dim], part * unit, *views[0].shape[dim + 1 :]) for part in parts]
-    if [view.shape for view in views] != wanted or len({view.dtype for view in views}) > 1:
-        have = [(view.shape, view.dtype) for view in views]
-        raise LayoutError(f"{rule} needs parts of one dtype with shapes {wanted}; got {have}")
-    return joined(views, dim)

@@ -78,9 +78,8 @@ def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module
             )
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     else:
-        config = transformers.AutoConfig.from_pretrained(
-            os.fspath(source), local_files_only=True, trust_remote_code=False
-        )
+        load = transformers.AutoConfig.from_pretrained
+        config = load(os.fspath(source), local_files_only=True, trust_remote_code=False)
     check_attention(config)
     return for_training(transformers.AutoModelForCausalLM, config)
 
@@ -99,9 +98,8 @@ def foreign_attention(config: Any) -> str | None:
     from transformers import utils
 
     names = {"None", "eager", "sdpa", "flex_attention"}
-    for version in (2, 3, 4):
-        if getattr(utils, f"is_flash_attn_{version}_available", bool)():
-            names.add(f"flash_attention_{version}")
+    installed = (version for version in (2, 3, 4) if getattr(utils, f"is_flash_attn_{version}_available", bool)())
+    names.update(f"flash_attention_{version}" for version in installed)
     name = str(getattr(config, "_attn_implementation", None))
     if name.removeprefix("paged|") not in names:
         return name
@@ -130,17 +128,13 @@ def _example(model: Any) -> dict[str, torch.Tensor] | None:
 
 def _blocks(model: Any) -> tuple[str, ...]:
     """Return the patterns of the outermost repeated layers."""
-    whole = set(model._no_split_modules or ())
-    lists = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
-    ]
-    lists = [(name, module) for name, module in lists if not any(isinstance(child, nn.ModuleList) for child in module)]
-    named = [name for name, module in lists if any(type(child).__name__ in whole for child in module)]
-    alike = [
-        name
-        for name, module in lists
-        if len({type(child) for child in module}) == 1 and any(True for _ in module.parameters())
-    ]
+    whole, named, alike = set(model._no_split_modules or ()), list[str](), list[str]()
+    for name, module in model.named_modules():
+        kinds = {type(child) for child in module} if isinstance(module, nn.ModuleList) else set()
+        if not kinds or any(issubclass(kind, nn.ModuleList) for kind in kinds):
+            continue
+        named += [name] if any(kind.__name__ in whole for kind in kinds) else []
+        alike += [name] if len(kinds) == 1 and any(True for _ in module.parameters()) else []
     chosen = named or alike
     outermost = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
     patterns = dict.fromkeys(f"{generic(name)}.*" for name in outermost if _is_called(model, name))
@@ -175,11 +169,9 @@ def _fp32(model: Any) -> tuple[str, ...]:
 
 def _has_dropout(model: Any) -> bool:
     """Return whether a language model of this config, without a classifier, draws random numbers in training."""
-    return any(
-        isinstance(value, int | float) and value > 0
-        for name, value in model.config.get_text_config().to_dict().items()
-        if re.search("dropout|pdrop|layerdrop", name) and not re.match("summary|classifier|pooler", name)
-    )
+    values = model.config.get_text_config().to_dict().items()
+    names = re.compile("(?!summary|classifier|pooler).*(dropout|pdrop|layerdrop)")
+    return any(names.match(name) and isinstance(value, int | float) and value > 0 for name, value in values)
 
 
 _UNPUBLISHED = ("_name_or_path", "transformers_version", "use_cache")
@@ -188,11 +180,11 @@ _UNPUBLISHED = ("_name_or_path", "transformers_version", "use_cache")
 def _published_config(model: Any) -> dict[str, Any]:
     values = json.loads(model.config.to_json_string(use_diff=False))
     # A plain class name even when FSDP has swapped the module's class for one of its own.
-    base = next(
-        cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.") or "FSDP" not in cls.__name__
-    )
-    values["architectures"], cache = [base.__name__], getattr(model, "meshpar_use_cache", values.get("use_cache"))
-    values |= {"_name_or_path": None, "transformers_version": None, "use_cache": cache}
+    kinds = type(model).__mro__
+    base = next(kind for kind in kinds if kind.__module__.startswith("transformers.") or "FSDP" not in kind.__name__)
+    cache = getattr(model, "meshpar_use_cache", values.get("use_cache"))
+    values |= {"architectures": [base.__name__], "_name_or_path": None, "transformers_version": None}
+    values["use_cache"] = cache
     return {key: value for key, value in values.items() if value is not None or key not in _UNPUBLISHED}
 
 
@@ -212,7 +204,11 @@ class _WeightInitialiser:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._parents = {child: parent for parent in model.modules() for child in parent.children()}
-        self._owners = dict(_with_owners(model))
+        self._owners: dict[nn.Module, Any] = {}
+        # The innermost pretrained model around a module knows it; modules come from the outside to the inside.
+        for owner in model.modules():
+            if hasattr(owner, "_init_weights"):
+                self._owners |= dict.fromkeys(owner.modules(), owner)
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
@@ -233,20 +229,14 @@ class _WeightInitialiser:
 def _unwritten(module: nn.Module, versions: Mapping[str, tuple[torch.Tensor, int]]) -> list[str]:
     """Return the names of those of the module's own tensors that are still the same tensors, never written."""
     now = {**module._parameters, **module._buffers}
-    return [
-        name for name, (tensor, version) in versions.items() if now.get(name) is tensor and tensor._version == version
-    ]
+    return [name for name, (value, count) in versions.items() if now.get(name) is value and value._version == count]
 
 
 def _as_constructed(module: nn.Module, names: list[str]) -> None:
     """Fill the module's own tensors that no ``_init_weights`` fills as its constructor does, where that is known."""
-    fresh: Any = None
-    if names and not any(
-        parameter.default is parameter.empty
-        for parameter in inspect.signature(type(module)).parameters.values()
-        if parameter.kind < 2
-    ):
-        fresh = type(module)()
+    arguments = inspect.signature(type(module)).parameters.values() if names else ()
+    needed = [argument for argument in arguments if argument.kind < 2 and argument.default is argument.empty]
+    fresh: Any = type(module)() if names and not needed else None
     for name in names:
         tensor = getattr(module, name)
         if name == "bias":
@@ -255,18 +245,6 @@ def _as_constructed(module: nn.Module, names: list[str]) -> None:
             nn.init.normal_(tensor, std=0.02)
         elif fresh is not None and getattr(getattr(fresh, name, None), "shape", None) == tensor.shape:
             tensor.copy_(getattr(fresh, name))
-
-
-def _with_owners(model: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield every module with the innermost pretrained model around it, whose ``_init_weights`` knows it."""
-
-    def walk(module: nn.Module, owner: object) -> Iterator[tuple[nn.Module, Any]]:
-        owner = module if hasattr(module, "_init_weights") else owner
-        yield module, owner
-        for child in module.children():
-            yield from walk(child, owner)
-
-    yield from walk(model, model)
 
 
 @contextmanager
@@ -298,22 +276,14 @@ def _assigned_once(forward: Callable[..., Any], head: str) -> bool:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):  # written where no source is kept
         return False
-    values = [_value(node) for node in ast.walk(tree) if _sets_logits(node)]
-    call = values[0] if len(values) == 1 else None
+    setting = [node for node in ast.walk(tree) if _sets_logits(node)]
+    node = setting[0] if len(setting) == 1 else None
+    call = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
     return isinstance(call, ast.Call) and ast.unparse(call.func) == f"self.{head}"
 
 
 def _sets_logits(node: ast.AST) -> bool:
     """Tell an assignment to ``logits``, also under its name with dims (``logits_BLV``), or to a part of it."""
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return any(
-        _LOGITS.match(inner.id)
-        for target in targets
-        if target
-        for inner in ast.walk(target)
-        if isinstance(inner, ast.Name)
-    )
-
-
-def _value(node: ast.AST) -> ast.AST | None:
-    return getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    targets: list[Any] = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    names = (inner.id for target in targets if target for inner in ast.walk(target) if isinstance(inner, ast.Name))
+    return any(map(_LOGITS.match, names))

@@ -34,14 +34,13 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     alibi = getattr(model.config.get_text_config(), "alibi", False)  # which counts positions in the mask
-    placed = _has_positions(model) and not alibi
+    placed = bool(_takes_positions(model) or _places_in(model)) and not alibi
     sequence = _WholeSequence(exchange, model.config._attn_implementation, _counted_in(model), placed=placed)
     name = f"meshpar_positions_{next(_numbers)}"
     AttentionInterface.register(name, sequence.attend)
     AttentionMaskInterface.register(name, sequence.mask)
     # Copies, for another model may have been made from the same config.
-    copies: dict[int, Any] = {}
-    before = dict[int, tuple[Any, Any]]()
+    copies, before = dict[int, Any](), dict[int, tuple[Any, Any]]()
     for owner in model.modules():
         config: Any = getattr(owner, "config", None)
         if hasattr(config, "_attn_implementation"):
@@ -91,7 +90,7 @@ def attention_layout(model: Any) -> AttentionLayout:
         exchange=exchange_positions,
         counts_positions=_counts_positions(model),
         refusal=_refusal(model),
-        mixers_refusal="" if _has_positions(model) else mixers_refusal,
+        mixers_refusal="" if _takes_positions(model) or _places_in(model) else mixers_refusal,
         documents_refusal=documents_refusal if chosen else "",
     )
 
@@ -123,36 +122,24 @@ def _refusal(model: Any) -> str:
     return ""
 
 
-def _has_positions(model: Any) -> bool:
-    """Return whether a model, or an embedding in it, takes the positions of its tokens."""
-    return _takes_positions(model) or bool(_places_in(model))
-
-
 def _mixers(model: Any) -> tuple[str, ...]:
     """Return the text's modules that mix positions in their own way: past the interface, recurrent, by whole rows."""
     modules, configs = dict(model.named_modules()), (id(model.config), id(model.config.get_text_config()))
-    towers = tuple(
-        f"{name}."
-        for name, child in modules.items()
-        if hasattr(child, "base_model") and id(child.config) not in configs
-    )
+    models = {f"{name}.": child for name, child in modules.items() if hasattr(child, "base_model")}
+    towers = tuple(name for name, child in models.items() if id(child.config) not in configs)
     text = {name: child for name, child in modules.items() if not name.startswith(towers)}
+    attending = {name: module for name, module in text.items() if _attends(module)}
     names = [
         name
-        for name, module in text.items()
-        if _attends(module)
-        and not (_by_interface(type(module)) and not any(hasattr(module, attribute) for attribute in _OWN))
+        for name, module in attending.items()
+        if not _by_interface(type(module)) or any(hasattr(module, attribute) for attribute in _OWN)
     ]
     classes = vars(sys.modules[type(model).__module__]).items()
     if any(_by_interface(kind) for name, kind in classes if "Attention" in name and isinstance(kind, type)):
-        names += (
-            f"{name}.{number}.{part}"
-            for name, blocks in text.items()
-            if isinstance(blocks, nn.ModuleList)
-            for number, block in enumerate(blocks)
-            for part, child in block.named_children()
-            if any(isinstance(inner, nn.Conv1d) for inner in child.modules())
-        )
+        lists = ((name, blocks) for name, blocks in text.items() if isinstance(blocks, nn.ModuleList))
+        every = [(f"{name}.{number}", block) for name, blocks in lists for number, block in enumerate(blocks)]
+        parts = ((f"{name}.{part}", child) for name, block in every for part, child in block.named_children())
+        names += (name for name, part in parts if any(isinstance(inner, nn.Conv1d) for inner in part.modules()))
     outer = tuple(f"{name}." for name in names)
     return tuple(dict.fromkeys(name for name in names if not name.startswith(outer)))
 
@@ -214,23 +201,20 @@ class _WholeSequence:
             raise MeshparError(NO_POSITIONS)
         if ids.ndim != 2:
             raise MeshparError(f"position_ids must be (B, L) where positions are split, got shape {tuple(ids.shape)}")
-        given_mask = kwargs.get("attention_mask")
-        if given_mask is not None and not (isinstance(given_mask, Tensor) and given_mask.ndim == 2):
+        counting = kwargs.get("attention_mask")
+        if counting is not None and not (isinstance(counting, Tensor) and counting.ndim == 2):
+            shape = tuple(counting.shape) if isinstance(counting, Tensor) else type(counting).__name__
             raise MeshparError(
-                f"attention_mask must be (B, L) where positions are split, got {_shape(given_mask)}; par.split splits "
-                "such a mask"
+                f"attention_mask must be (B, L) where positions are split, got {shape}; par.split splits such a mask"
             )
         whole = self._exchange.values(ids, 1)
         # As in one process: documents are looked for where no mask says what counts.
-        self._ids = (
-            whole if given_mask is None and not joined else torch.arange(whole.shape[1], device=whole.device)[None]
-        )
-        self._counted = None if given_mask is None else self._exchange.values(given_mask, 1).bool()
-        # With a mask, transformers does not look for documents itself: a rank's positions jump where no document
-        # begins.
-        mask = torch.ones_like(ids) if given_mask is None else given_mask
-        # A model without places of its own counts them in its mask (ALiBi), for modules that compute the whole
-        # sequence.
+        one_document = counting is not None or joined
+        self._ids = torch.arange(whole.shape[1], device=whole.device)[None] if one_document else whole
+        self._counted = None if counting is None else self._exchange.values(counting, 1).bool()
+        # With a mask, transformers looks for no documents: a rank's positions jump where none begins.
+        mask = torch.ones_like(ids) if counting is None else counting
+        # A model without places counts them in its mask (ALiBi), for modules that compute the whole sequence.
         return args, {**kwargs, "attention_mask": mask if self._placed else self._exchange.values(mask, 1)}
 
     def _counted_from(self, input_ids: Tensor | None) -> Tensor:
@@ -272,10 +256,9 @@ class _WholeSequence:
         self._causal = self._causal and not self._looks_ahead(mask_function, made_of, length, queries, device)
         if self._counted is not None:
             allowed = allowed & self._counted[:, None, None]
+        mask = added(allowed, dtype)
         # Not -inf for a model's own softmax, which transformers never gives it.
-        return (
-            added(allowed, dtype) if self._inner == "sdpa" else added(allowed, dtype).clamp_(min=torch.finfo(dtype).min)
-        )
+        return mask if self._inner == "sdpa" else mask.clamp_(min=torch.finfo(dtype).min)
 
     def _looks_ahead(
         self, function: Callable[..., Any], made_of: tuple[Any, ...], length: int, queries: Any, device: torch.device
@@ -284,10 +267,8 @@ class _WholeSequence:
         kind = (length, repr(made_of))
         varies = any(isinstance(value, Tensor) for value in made_of)
         if varies or kind not in self._ahead:
-            places, zero = (
-                torch.arange(length, device=device),
-                torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device),
-            )
+            places = torch.arange(length, device=device)
+            zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
             seen = function(zero, zero, places[None, None, queries, None], places[None, None, None])
             self._ahead[kind] = bool((seen & (places[queries, None] < places)).any())
         return self._ahead.pop(kind) if varies else self._ahead[kind]
@@ -315,9 +296,8 @@ class _WholeSequence:
                 "without cp"
             )
         causal = self._causal and bool(getattr(module, "is_causal", True))
-        return self._exchange.attend(inner, query, key, value, attention_mask, causal=causal).transpose(
-            1, 2
-        ).contiguous(), None
+        attended = self._exchange.attend(inner, query, key, value, attention_mask, causal=causal)
+        return attended.transpose(1, 2).contiguous(), None
 
 
 def _made_of(function: Any) -> tuple[Any, ...]:
@@ -333,23 +313,16 @@ def _made_of(function: Any) -> tuple[Any, ...]:
 def _head_ratio(module: nn.Module, ratio: int) -> Iterator[None]:
     """Let a module know how many of these queries' heads share a head of keys: a part of its heads may have fewer."""
     before = module.__dict__.get(HEAD_RATIO, ratio)
-    if before == ratio:
-        yield
-        return
-    setattr(module, HEAD_RATIO, ratio)
     try:
+        if before != ratio:
+            setattr(module, HEAD_RATIO, ratio)
         yield
     finally:
-        setattr(module, HEAD_RATIO, before)
-
-
-def _shape(value: object) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        if before != ratio:
+            setattr(module, HEAD_RATIO, before)
 
 
 def _eager(module: nn.Module) -> Any:
     """Return the model's own attention without a kernel, which stands beside its class."""
-    kind = next(
-        base for base in type(module).__mro__ if "eager_attention_forward" in vars(sys.modules.get(base.__module__))
-    )
-    return sys.modules[kind.__module__].eager_attention_forward
+    files: Any = (sys.modules.get(base.__module__) for base in type(module).__mro__)
+    return next(file for file in files if "eager_attention_forward" in vars(file)).eager_attention_forward

@@ -18,22 +18,27 @@ _IN_ORDER = ("Llama4TextExperts", "JetMoeParallelExperts")
 def experts_layout(model: Any) -> ExpertsLayout:
     """Return what :class:`meshpar.ExpertParallel` needs to know of a transformers model."""
     stacked = {name: module for name, module in model.named_modules() if _has_stacked_experts(module)}
-    in_order = (generic(name) for name, module in stacked.items() if type(module).__name__ in _IN_ORDER)
+    in_order = (name for name, module in stacked.items() if type(module).__name__ in _IN_ORDER)
+    names = ("e_score_correction_bias", "expert_bias")  # buffers that choose experts and do not weigh them
+    biases = (name for name, _ in model.named_buffers() if name.rpartition(".")[2] in names)
     balance_refusal = (
         f"{type(model).__name__} adds a balance loss of each rank's own tokens to its loss "
         "(config.output_router_logits), which is not that of all; set model.config.output_router_logits = False "
         "and training.balance_loss"
     )
+    adds_loss = getattr(model.config.get_text_config(), "output_router_logits", False)
     return ExpertsLayout(
-        tuple(dict.fromkeys(map(generic, stacked))),
-        in_order=tuple(dict.fromkeys(in_order)),
+        _patterns(stacked),
+        in_order=_patterns(in_order),
         routers=_routers(model),
-        router_bias=_router_biases(model),
+        router_bias=_patterns(biases),
         refusal=_refusal(model, stacked),
-        balance_refusal=balance_refusal
-        if getattr(model.config.get_text_config(), "output_router_logits", False)
-        else "",
+        balance_refusal=balance_refusal if adds_loss else "",
     )
+
+
+def _patterns(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(generic, names)))
 
 
 def _refusal(model: nn.Module, stacked: Iterable[str]) -> str:
@@ -45,32 +50,17 @@ def _refusal(model: nn.Module, stacked: Iterable[str]) -> str:
         )
     if any(True for _ in stacked):
         return ""
-    name, kind = type(model).__name__, "Expert"
-    holder = next(
-        (
-            child
-            for child in model.modules()
-            if kind in type(child).__name__ and any(True for _ in child.parameters(False))
-        ),
-        None,
-    )
-    if holder is not None:
-        shapes = ", ".join(
-            f"{leaf} {tuple(parameter.shape)}" for leaf, parameter in holder.named_parameters(recurse=False)
-        )
-        return (
-            f"{name} holds its experts as {shapes} in {type(holder).__name__}, and ExpertParallel divides parameters "
-            "whose first dim counts experts, of the module that is called with (hidden states, chosen experts, "
-            "weights); use a mesh without ep"
-        )
-    if listed := next(
-        (
-            at
-            for at, child in model.named_modules()
-            if at.endswith("experts") and isinstance(child, nn.ModuleList | nn.ModuleDict)
-        ),
-        None,
-    ):
+    name = type(model).__name__
+    for holder in model.modules():
+        own = list(holder.named_parameters(recurse=False)) if "Expert" in type(holder).__name__ else []
+        if shapes := ", ".join(f"{leaf} {tuple(parameter.shape)}" for leaf, parameter in own):
+            return (
+                f"{name} holds its experts as {shapes} in {type(holder).__name__}, and ExpertParallel divides "
+                "parameters whose first dim counts experts, of the module that is called with (hidden states, chosen "
+                "experts, weights); use a mesh without ep"
+            )
+    lists = (at for at, child in model.named_modules() if isinstance(child, nn.ModuleList | nn.ModuleDict))
+    if listed := next((at for at in lists if at.endswith("experts")), None):
         return (
             f"{listed} is a list of modules, and each of their parameters is one expert's, of which a rank would hold "
             "all or nothing; stack them in one module that is called with (hidden states, chosen experts, weights), "
@@ -81,20 +71,12 @@ def _refusal(model: nn.Module, stacked: Iterable[str]) -> str:
 
 def _routers(model: Any) -> tuple[str, ...]:
     """Return the patterns of the modules whose first output transformers records as the routers' logits."""
-    recorded = (
-        getattr(model, "_can_record_outputs", None) or getattr(model.base_model, "_can_record_outputs", None) or {}
-    )
-    recorder: Any = recorded.get("router_logits")
+    recorded = (getattr(holder, "_can_record_outputs", None) for holder in (model, model.base_model))
+    recorder: Any = (next(filter(None, recorded), None) or {}).get("router_logits")
     kind = getattr(recorder, "target_class", None)
     if kind is None or recorder.index != 0:
         return ()
-    return tuple(dict.fromkeys(generic(name) for name, module in model.named_modules() if isinstance(module, kind)))
-
-
-def _router_biases(model: nn.Module) -> tuple[str, ...]:
-    """Return the patterns of the buffers by which routers choose experts without weighing them."""
-    names = ("e_score_correction_bias", "expert_bias")
-    return tuple(dict.fromkeys(generic(name) for name, _ in model.named_buffers() if name.rpartition(".")[2] in names))
+    return _patterns(name for name, module in model.named_modules() if isinstance(module, kind))
 
 
 def _has_stacked_experts(module: nn.Module) -> bool:

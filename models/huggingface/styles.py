@@ -96,9 +96,7 @@ class FullPositions(Style):
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Fill in ``position_ids``."""
 
-        def fill(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        def fill(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tokens = args[0] if args else kwargs.get("input_ids")
             if kwargs.get("attention_mask") is not None:
                 raise ValueError(
@@ -211,32 +209,22 @@ def structural_table(model: Any) -> dict[str, Any]:
 
 def _attention(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     children = dict(module.named_children())
-    chosen = [
-        next((candidate for candidate in names if candidate in children), None) for names in (_QUERIES, _KEYS, _VALUES)
-    ]
-    if None in chosen or any(features_of(children[child_name]) is None for child_name in chosen if child_name):
+    sizes = {child_name: features_of(child) or (0, 0) for child_name, child in children.items()}
+    chosen = [next((names for names in kinds if names in children), "") for kinds in (_QUERIES, _KEYS, _VALUES)]
+    if "" in chosen or any(features_of(children[child_name]) is None for child_name in chosen):
         return
-    width = (features_of(children[str(chosen[0])]) or (0, 0))[1]
-    output = next(
-        (candidate for candidate in _OUTPUTS if (features_of(children.get(candidate, module)) or (0, 0))[0] == width),
-        None,
-    )
-    tables = [
-        child_name
-        for child_name, child in children.items()
-        if isinstance(child, nn.Embedding) and child.embedding_dim == _heads(module)
-    ]
-    known = {*chosen, *tables, output}
-    if any(inner.partition(".")[0] not in known for inner, _ in module.named_parameters()):
+    width = sizes[chosen[0]][1]
+    output = next((child_name for child_name in _OUTPUTS if sizes.get(child_name, (0, 0))[0] == width), None)
+    embeddings = {child_name: child for child_name, child in children.items() if isinstance(child, nn.Embedding)}
+    heads = _heads(module)
+    tables = [child_name for child_name, child in embeddings.items() if child.embedding_dim == heads]
+    if {inner.partition(".")[0] for inner, _ in module.named_parameters()} - {*chosen, *tables, output}:
         return  # a norm or a residual of its own inside (ALBERT's): its input is not only the projections'
     parent = name.rpartition(".")[0]
     outer = f"{parent}.output.dense" if parent else "output.dense"
-    if output is not None:
-        yield f"{name}.{output}", "rowwise"
-    elif (features_of(_module(model, outer)) or (0, 0))[0] == width:
-        yield outer, "rowwise"
-    else:
+    if output is None and (features_of(_module(model, outer)) or (0, 0))[0] != width:
         return
+    yield outer if output is None else f"{name}.{output}", "rowwise"
     yield name, Heads(("position_bias",))
     yield from ((f"{name}.{child_name}", "colwise") for child_name in chosen)
     yield from ((f"{name}.{table}", FeatureTable(gather=False)) for table in tables)
@@ -257,15 +245,8 @@ def _feed_forward(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _heads(attention: nn.Module) -> int | None:
-    attributes: Mapping[str, Any] = vars(attention)
-    return next(
-        (
-            attributes[attribute]
-            for attribute in ("n_heads", "num_heads", "num_attention_heads")
-            if isinstance(attributes.get(attribute), int)
-        ),
-        None,
-    )
+    counts = (vars(attention).get(name) for name in ("n_heads", "num_heads", "num_attention_heads"))
+    return next((count for count in counts if isinstance(count, int)), None)
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:

@@ -34,8 +34,7 @@ _OWN_PARAMETERS = ("moe_tp_experts", "all_reduce", "local_params")
 _ACTIVATION = re.compile("act|act_fn|activation|activation_fn|hidden_act")
 _HEAD_NORM = re.compile("(q|k|v|query|key|value)_?(layer)?norm")
 
-# Verified to compute everything from position_ids once they are given, which sequence parallelism needs: transformers
-# otherwise reads the sequence's length from the embeddings, and these are then split along it.
+# Verified to compute everything from position_ids, where transformers may read the length of split embeddings.
 _SEQUENCE_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -66,12 +65,8 @@ def vocabulary_styles(model: Any, table: Mapping[str, Any]) -> tuple[dict[str, A
 
 def _tied_biases(model: nn.Module, head: str) -> dict[str, Any]:
     """Return the styles of modules that have the head's bias as their own parameter, too (BERT's predictions)."""
-    bias = getattr(model.get_submodule(head), "bias", None)
-    owners = (
-        name.rpartition(".")
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if bias is not None and parameter is bias
-    )
+    bias, named = getattr(model.get_submodule(head), "bias", None), model.named_parameters(remove_duplicate=False)
+    owners = (name.rpartition(".") for name, parameter in named if parameter is bias)
     return {owner: Parts(dims={leaf: (0, 1)}) for owner, _, leaf in owners if owner != head}
 
 
@@ -110,13 +105,9 @@ def tensor_layout(model: Any) -> TensorLayout:
         f"transformers gives {type(model).__name__} no tp_plan, so nothing says how to split it; drop "
         "TensorParallel, or pass a ModelLayout with a tensor table to apply"
     )
-    return TensorLayout(
-        table,
-        heads=heads,
-        copied_heads=_copied_heads(model, heads),
-        head_ratio=HEAD_RATIO,
-        refusal="" if table else refusal,
-    )
+    copied = _copied_heads(model, heads)
+    refusal = "" if table else refusal
+    return TensorLayout(table, heads=heads, copied_heads=copied, head_ratio=HEAD_RATIO, refusal=refusal)
 
 
 def _table(model: Any) -> dict[str, Any]:
@@ -124,24 +115,20 @@ def _table(model: Any) -> dict[str, Any]:
     if model.config.model_type == "gpt2":
         return _gpt2_table(model)
     plan = _matching_plan(model)
-    structure = {} if plan else {generic(name): style for name, style in structural_table(model).items()}
-    if not plan and not structure:
+    table = {} if plan else {generic(name): style for name, style in structural_table(model).items()}
+    if not plan and not table:
         return {}
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        # Of modules under one pattern the one with most parameters of its own stands for all: some layers lack an
-        # optional one.
+        # The module with most own parameters stands for all of its pattern: some layers lack an optional one.
         fullest = modules.get(generic(name))
         if fullest is None or _own_count(module) > _own_count(fullest):
             modules[generic(name)] = module
-    table: dict[str, Any] = structure
     for pattern, style in plan.items():
-        if pattern in modules and style not in (*_OWN_PARAMETERS, "replicate"):
-            table[pattern] = (
-                LatentKeys(_rotary_widths(model, pattern))
-                if style == "mla_kv_a_proj"
-                else _OURS.get(style) or _unknown(style)
-            )
+        if pattern in modules and style == "mla_kv_a_proj":
+            table[pattern] = LatentKeys(_rotary_widths(model, pattern))
+        elif pattern in modules and style not in (*_OWN_PARAMETERS, "replicate"):
+            table[pattern] = _OURS.get(style) or _unknown(style)
     table |= {owner: _with_own(modules[owner], owner, plan) for owner in _owners(modules, plan)}
     table |= {pattern: Experts() for pattern in _whole_experts(model, modules) if pattern not in table}
     ends, whole = vocabulary_styles(model, table)
@@ -158,14 +145,16 @@ def _head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:
     for name, module in model.named_modules():
         for child, _ in module.named_children():
             pattern = generic(f"{name}.{child}")
-            if table.get(pattern) in ("colwise", "packed_colwise:3") and (
-                heads := _heads_of(model.config, module, child)
-            ):
+            split = table.get(pattern) in ("colwise", "packed_colwise:3")
+            if split and (heads := _heads_of(model.config, module, child)):
                 counts.setdefault(pattern, {})[f"{name}.{child}"] = heads
-    alike = {pattern: count for pattern, count in counts.items() if len(set(count.values())) == 1}
-    return {pattern: next(iter(values.values())) for pattern, values in alike.items()} | {
-        name: heads for pattern, count in counts.items() if pattern not in alike for name, heads in count.items()
-    }
+    alike, differing = dict[str, int](), dict[str, int]()
+    for pattern, of_names in counts.items():
+        if len(set(of_names.values())) == 1:
+            alike[pattern] = next(iter(of_names.values()))
+        else:
+            differing |= of_names
+    return alike | differing
 
 
 HEAD_RATIO = "num_key_value_groups"
@@ -174,28 +163,24 @@ HEAD_RATIO = "num_key_value_groups"
 
 def _copied_heads(model: nn.Module, heads: Mapping[str, int]) -> tuple[str, ...]:
     """Return the projections to key and value heads which ranks may share: their attention knows its ratio of heads."""
-
-    def knows_ratio(name: str) -> bool:
-        return HEAD_RATIO in vars(model.get_submodule(name.rpartition(".")[0]))
-
-    shared = [pattern for pattern in heads if pattern.rpartition(".")[2] in ("k_proj", "v_proj")]
-    return tuple(pattern for pattern in shared if all(knows_ratio(name) for name, _ in find_modules(model, pattern)))
+    copied = []
+    for pattern in heads:
+        owners = (model.get_submodule(name.rpartition(".")[0]) for name, _ in find_modules(model, pattern))
+        if pattern.rpartition(".")[2] in ("k_proj", "v_proj") and all(HEAD_RATIO in vars(owner) for owner in owners):
+            copied.append(pattern)
+    return tuple(copied)
 
 
 def _heads_of(config: object, attention: nn.Module, child: str) -> int | None:
     """Return the number of heads in a projection, from the attention's attributes, or else from the config."""
+    keys, ratio = _key_heads(attention), vars(attention).get(HEAD_RATIO)
     if child in ("k_proj", "v_proj"):
-        return _key_heads(attention) or _first(
-            config, attention, ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
-        )
+        return keys or _first(config, attention, ("num_key_value_heads", "num_kv_heads", "num_attention_heads"))
     if child not in ("q_proj", "q_b_proj", "kv_b_proj", "c_attn"):
         return None
-    keys, ratio = _key_heads(attention), vars(attention).get(HEAD_RATIO)
-    return (
-        keys * ratio
-        if keys and isinstance(ratio, int)
-        else _first(config, attention, ("num_heads", "num_attention_heads", "n_heads"))
-    )
+    if keys and isinstance(ratio, int):
+        return keys * ratio
+    return _first(config, attention, ("num_heads", "num_attention_heads", "n_heads"))
 
 
 def _key_heads(attention: nn.Module) -> int | None:
@@ -262,11 +247,8 @@ def _unknown(style: str) -> Refused:
 def _owners(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> list[str]:
     """Return the patterns of modules that compute with parameters of their own which the plan splits."""
     direct = [pattern.rpartition(".")[0] for pattern in plan if pattern not in modules]
-    return list(
-        dict.fromkeys(
-            [*(pattern for pattern, style in plan.items() if style in _OWN_PARAMETERS and pattern in modules), *direct]
-        )
-    )
+    named = [pattern for pattern, style in plan.items() if style in _OWN_PARAMETERS and pattern in modules]
+    return list(dict.fromkeys([*named, *direct]))
 
 
 def _with_own(module: nn.Module, owner: str, plan: Mapping[str, str]) -> Any:
@@ -306,14 +288,10 @@ def _whole_experts(model: object, modules: Mapping[str, nn.Module]) -> Iterator[
 
 
 def _rotary_widths(model: Any, pattern: str) -> dict[str, int]:
-    widths = {}
-    for name, _ in model.named_modules():
-        if generic(name) == pattern:
-            attention = model.get_submodule(name.rpartition(".")[0])
-            width = _read(attention, "qk_rope_head_dim")
-            widths[name] = (
-                width if isinstance(width, int) else _read(model.config.get_text_config(), "qk_rope_head_dim")
-            )
+    widths, common = {}, _read(model.config.get_text_config(), "qk_rope_head_dim")
+    for name, _ in find_modules(model, pattern):
+        width = _read(model.get_submodule(name.rpartition(".")[0]), "qk_rope_head_dim")
+        widths[name] = width if isinstance(width, int) else common
     return widths
 
 
@@ -337,19 +315,15 @@ def _regions(model: nn.Module, table: Mapping[str, Any]) -> list[str]:
     for name, module in model.named_modules():
         pattern = generic(name)
         every[pattern] = every.get(pattern, 0) + 1
-        inner_styles = [
-            table.get(generic(f"{name}.{inner}"))
-            for inner, child in module.named_modules()
-            if any(True for _ in child.parameters(False))
-        ]
+        holders = (inner for inner, child in module.named_modules() if any(True for _ in child.parameters(False)))
+        inner_styles = [table.get(generic(f"{name}.{inner}")) for inner in holders]
         styles = [table.get(generic(f"{name}.{child}")) for child, _ in module.named_children()]
         fits = all(style in ("colwise", "rowwise", "grad_sum") for style in inner_styles) and "rowwise" in styles
         if fits and styles.count("colwise") > 1 and pattern not in table:
             fitting.setdefault(pattern, []).append(name)
     # Where some layers have something else under the same name (experts), the others are named one by one.
-    return [
-        name for pattern, names in fitting.items() for name in ([pattern] if len(names) == every[pattern] else names)
-    ]
+    named = ([pattern] if len(names) == every[pattern] else names for pattern, names in fitting.items())
+    return [name for names in named for name in names]
 
 
 def _between_regions(model: Any, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,10 +331,8 @@ def _between_regions(model: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     # A sliding window needs a mask, which transformers makes as long as the embeddings.
     if model.config.model_type not in _SEQUENCE_PARALLEL or getattr(model.config, "sliding_window", None):
         return {}
-    rest = {
-        generic(name): module for name, module in model.named_modules() if any(True for _ in module.parameters(False))
-    }
-    rest = {pattern: module for pattern, module in rest.items() if pattern not in table}
+    modules = {generic(name): module for name, module in model.named_modules() if _own_count(module)}
+    rest = {pattern: module for pattern, module in modules.items() if pattern not in table}
     if not all(re.search("(RMS|Layer)Norm$", type(module).__name__) for module in rest.values()):
         return {}
     return dict.fromkeys(rest, "sequence") | {model.base_model_prefix: FullPositions()}

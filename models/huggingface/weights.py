@@ -116,11 +116,8 @@ def _part(name: str, tensor: Tensor, whole: Tensor) -> _StoredPart | None:
     sizes = [0] * whole.ndim
     order = []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        fits = [
-            dim
-            for dim, length in enumerate(strides)
-            if length == stride and not sizes[dim] and size <= whole.shape[dim]
-        ]
+        free = [dim for dim, length in enumerate(strides) if length == stride and not sizes[dim]]
+        fits = [dim for dim in free if size <= whole.shape[dim]]
         if not fits or not size:
             return None
         # Of dims with one stride (one of them has length one) the first of the right length is meant.
@@ -131,15 +128,12 @@ def _part(name: str, tensor: Tensor, whole: Tensor) -> _StoredPart | None:
     return _StoredPart(name, tuple(starts), tuple(sizes), transposed) if transposed or order == sorted(order) else None
 
 
-def _by_pattern(found: Mapping[str, Any], make: Callable[[str, Any, int], list[Any] | None]) -> list[list[Any]]:
-    """Return the rules of everything found, one set for all layers where these are alike."""
+def _by_pattern(tensors: Mapping[str, Any], make: Callable[[str, Any, int], list[Any] | None]) -> list[list[Any]]:
+    """Return the rules of all tensors, one set for all layers where these are alike."""
     sets: dict[str, list[Any]] = {}
-    alike: dict[str, bool] = {}
-    for name, value in found.items():
-        rules = make(name, value, sum(part.isdigit() for part in name.split(".")))
-        pattern = generic(name)
-        alike[pattern] = rules is not None and sets.setdefault(pattern, rules) == rules
-        if not alike[pattern]:
+    for name, value in tensors.items():
+        rules, pattern = make(name, value, sum(part.isdigit() for part in name.split("."))), generic(name)
+        if rules is None or sets.setdefault(pattern, rules) != rules:
             sets[pattern] = []
     return list(sets.values())
 
@@ -156,25 +150,22 @@ def _split(ours: str, parts: Sequence[_StoredPart], stars: int) -> list[Any] | N
         return [] if names[0] == pattern else [Rename(pattern, str(names[0]))]
     if all(part.sizes[0] for part in parts):
         cut = _cut_dim(parts)
-        return (
-            None
-            if cut is None or parts[0].transposed
-            else [Split(pattern, tuple(map(str, names)), cut, tuple(p.sizes[cut] for p in parts))]
-        )
-    return _unstacked(pattern, parts, [str(name) for name in names])
+        if cut is None or parts[0].transposed:
+            return None
+        return [Split(pattern, tuple(map(str, names)), cut, tuple(part.sizes[cut] for part in parts))]
+    return _unstack(pattern, parts, [str(name) for name in names])
 
 
-def _unstacked(pattern: str, parts: Sequence[_StoredPart], names: Sequence[str]) -> list[Any] | None:
+def _unstack(pattern: str, parts: Sequence[_StoredPart], names: Sequence[str]) -> list[Any] | None:
     """Return the rules for experts: split fused features, transpose the features, then one tensor per expert."""
     groups: dict[tuple[int, ...], list[tuple[_StoredPart, str]]] = {}
     for part, name in zip(parts, names, strict=True):
         groups.setdefault(part.starts[1:], []).append((part, name))
     firsts = [group[0][0] for _, group in sorted(groups.items())]
-    if any(
-        [part.starts[0] for part, _ in group] != list(range(len(group))) or any(p.sizes[0] for p, _ in group)
-        for group in groups.values()
-    ):
-        return None
+    for group in groups.values():
+        # A part is one expert, in their order.
+        if [(part.starts[0], part.sizes[0]) for part, _ in group] != [(number, 0) for number in range(len(group))]:
+            return None
     halves = [pattern] if len(groups) == 1 else [f"{pattern}:{number}" for number in range(len(groups))]
     rules: list[Any] = []
     if len(groups) > 1:
@@ -199,8 +190,8 @@ def _cut_dim(parts: Sequence[_StoredPart]) -> int | None:
     return dims[0] if all(part.starts[dims[0]] == end for part, end in zip(parts, ends)) else None
 
 
-def _fuse(theirs: str, found: tuple[list[str], list[int], int], stars: int) -> list[Any] | None:
-    ours, lengths, dim = found
+def _fuse(theirs: str, joined: tuple[list[str], list[int], int], stars: int) -> list[Any] | None:
+    ours, lengths, dim = joined
     names = [_starred(theirs, name, stars) for name in ours]
     return None if None in names else [Fuse(tuple(map(str, names)), generic(theirs), dim, tuple(lengths))]
 
