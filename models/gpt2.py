@@ -33,7 +33,7 @@ class GPT2Config:
         n_positions: longest sequence in tokens.
         n_embd: width of the model.
         n_layer: number of layers.
-        n_head: number of attention heads.
+        n_head: number of attention heads, a divisor of ``n_embd``.
         n_inner: width of the feed-forward layer; None: ``4 * n_embd``.
         layer_norm_epsilon: epsilon of the norms.
         dropout: probability of dropout on attention weights, embeddings and the updates of the residual stream.

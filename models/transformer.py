@@ -76,7 +76,7 @@ class Transformer(nn.Module):
         """Describe the model to the passes."""
         config, keys = self.config, ("layers.*.attn.k", "layers.*.attn.v")
         heads = {"layers.*.attn.q": config.heads, **dict.fromkeys(keys, config.kv_groups)}
-        rules = (*(Rename(ours, theirs) for ours, theirs in published_names(config)), *published_experts(config))
+        names = (Rename(ours, theirs) for ours, theirs in published_names(config))
         return ModelLayout(
             blocks=("layers.*",),
             tensor=TensorLayout(_table(config), heads=heads, copied_heads=keys),
@@ -86,7 +86,7 @@ class Transformer(nn.Module):
             dropout=config.dropout > 0,
             ignored=(r"rotary_emb\.inv_freq$",),
             experts=_experts(config),
-            weights=WeightMap(rules),
+            weights=WeightMap((*names, *published_experts(config))),
             config=published_config(config),
         )
 

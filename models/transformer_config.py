@@ -16,8 +16,8 @@ class RopeScaling:
 
     Attributes:
         factor: divisor of the low frequencies.
-        low_frequency, high_frequency: number of rotations over ``original_positions`` below which a frequency is
-            divided by ``factor``, and above which it is unchanged. Frequencies between are interpolated.
+        low_frequency, high_frequency: rotations over ``original_positions`` up to which a frequency is divided by
+            ``factor``, and from which it is unchanged; those between are interpolated.
         original_positions: longest sequence of the pre-training in tokens.
     """
 
@@ -126,17 +126,23 @@ class TransformerConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TransformerConfig:
-        """Return the shape called ``name`` (see :data:`PRESETS`), with ``changes`` to its fields.
-
-        Raises:
-            ValueError: no shape has that name.
-        """
+        """Return the shape ``name`` of :data:`PRESETS`, with ``changes``; raises ValueError for another name."""
         if name not in PRESETS:
             raise ValueError(f"no Transformer shape is called {name!r}; there are {', '.join(PRESETS)}")
         return replace(PRESETS[name], **changes)
 
 
 _LLAMA3 = TransformerConfig(vocab_size=128_256, rope_theta=500_000.0, max_positions=8192, kv_heads=8, heads=32)
+_QWEN3 = TransformerConfig(
+    vocab_size=151_936,
+    rope_theta=1e6,
+    max_positions=40_960,
+    kv_heads=4,
+    heads=32,
+    head_dim=128,
+    norm_eps=1e-6,
+    qk_norm=True,
+)
 _LLAMA31 = replace(_LLAMA3, max_positions=131_072, rope_scaling=RopeScaling(factor=8.0))
 
 PRESETS: dict[str, TransformerConfig] = {
@@ -147,21 +153,8 @@ PRESETS: dict[str, TransformerConfig] = {
     "llama-8b": replace(_LLAMA3, dim=4096, layers=32, hidden=14_336),
     "llama-70b": replace(_LLAMA3, dim=8192, layers=80, heads=64, hidden=28_672),
     "llama-405b": replace(_LLAMA31, dim=16_384, layers=126, heads=128, hidden=53_248),
-    "qwen3-30b-a3b": TransformerConfig(
-        vocab_size=151_936,
-        dim=2048,
-        layers=48,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        hidden=6144,
-        experts=128,
-        experts_per_token=8,
-        expert_hidden=768,
-        max_positions=40_960,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        qk_norm=True,
+    "qwen3-30b-a3b": replace(
+        _QWEN3, dim=2048, layers=48, hidden=6144, experts=128, experts_per_token=8, expert_hidden=768
     ),
 }
 """Name of a shape -> its configuration; `meshpar describe NAME` prints what each rank would hold."""

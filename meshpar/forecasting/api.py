@@ -59,13 +59,12 @@ def forecast(
         hardware: a profile, the name of one (``"h100"``) or its YAML file.
         world_size: number of ranks; None: the size of the mesh.
         layout: the model's layout; None: the module's own.
-        loss: ``(model, batch) -> summed loss``, importable by name. The batch has the tensors of :meth:`Batch.tensors`.
+        loss: ``(model, batch) -> summed loss``, importable by name, for the tensors of :meth:`Batch.tensors`.
         teacher: the plan and module of a frozen model on the meta device that ``loss`` holds.
         optimizer: makes the module's optimizer, importable by name; None: AdamW.
         depth: ``"probes"`` replays two and three blocks and extrapolates; ``"all"`` replays every block.
         device: device type whose attention kernels and allocator are simulated.
-        replicas: number of replicas of :class:`meshpar.training.Replicas`, each a job of its own with this plan, whose
-            every block is replayed; 1: no such job.
+        replicas: number of :class:`meshpar.training.Replicas`, each a job with this plan; 1: no such job.
 
     Raises:
         PlanError: the problems that :meth:`meshpar.Plan.check` finds.

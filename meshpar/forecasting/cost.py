@@ -45,8 +45,7 @@ class Cost:
         exposed: axis -> seconds in which the main stream waited for it.
         idle: seconds in which the main stream waited for the host.
         tokens_per_second: tokens per second of all ranks.
-        mfu: model FLOP utilisation: operations without recomputation, attention's whole square, over the peak (as PaLM
-            and torchtitan count).
+        mfu: model FLOP utilisation, without recomputation and with attention's whole square (as PaLM and torchtitan).
         spans: the timeline.
         ends: end of each event of the trace, in seconds.
         stages: of each stage of a trace with stages, of which this is the fullest's.

@@ -22,8 +22,7 @@ from meshpar._torch.simulated_device import DeviceModule, register_device
 NAME = "simgpu"
 _HALF = (torch.bfloat16, torch.float16)
 _FSDP = ("gather-copy", "gather", "reduce", "replicate")
-_MOST_CHANNELS = 256
-_CHANNELS_STEP = 8
+_FLASH_CHANNELS = range(8, 257, 8)
 
 
 @final
@@ -125,6 +124,7 @@ class _SimulatedGPU(DeviceModule):
     stream = staticmethod(_on_stream)
     device = staticmethod(nullcontext)
     default_generators: ClassVar[tuple[_Generator, ...]] = (_Generator(),)
+    kernels: Any
 
     def current_stream(self, device: object = None) -> Any:
         return Stream.current
@@ -196,35 +196,20 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    aten, masked = torch.ops.aten, attn_mask is not None
-    if target == "cpu":
-        if dropout_p:
-            return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    aten, mask, channels = torch.ops.aten, attn_mask, query.shape[-1]
+    if target == "cpu" and not dropout_p:
         flash = aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    channels = query.shape[-1]
-    if query.dtype in _HALF and not masked and channels <= _MOST_CHANNELS and channels % _CHANNELS_STEP == 0:
+        return flash(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+    if target == "cuda" and query.dtype in _HALF and mask is None and channels in _FLASH_CHANNELS:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if query.shape[1] == key.shape[1]:
-        bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+    if target == "cuda" and query.shape[1] == key.shape[1]:
+        bias = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
         efficient = aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
-    return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale)
-
-
-def _plain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor:
-    """Compute attention step by step, as torch's math kernel does."""
+    # Step by step, as torch's math kernel.
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(-1, -2) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = query @ key.transpose(-1, -2) * (1.0 / math.sqrt(channels) if scale is None else scale)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:

@@ -34,22 +34,19 @@ class Hardware:
 
     Attributes:
         name: name of the profile.
-        peak: dtype -> floating-point operations per second, dense, as the maker states them; float8 stands for both of
-            its formats. A profile may name a device of :data:`meshpar.process.accelerators.PEAK_FLOPS` instead.
+        peak: dtype -> dense floating-point operations per second, as stated by the maker, float8 for both formats; in
+            a YAML also the name of a device in :data:`meshpar.process.accelerators.PEAK_FLOPS`.
         memory: bytes of device memory.
         reserved: bytes of this memory that tensors cannot use: the driver's context, collectives' buffers.
         memory_bandwidth: bytes per second of device memory, as stated by the maker.
         matmul: fraction of ``peak`` that a large matrix product sustains at full power.
         attention_forward, attention_backward: fractions of ``peak`` that fused attention sustains.
-        clock: share of the full-power card's clock that this card's power limit allows under load; 1.0 for the
-            full-power card.
+        clock: share of the full-power card's clock that this card's power limit allows under load.
         tile: size of a matrix product's dim at which it reaches half of its fraction.
         memory_fraction: fraction of ``memory_bandwidth`` that element-wise kernels reach.
         node: accelerators in a node.
-        node_bandwidth: bytes per second that an accelerator sends to the others of its node (one direction), as stated
-            by the maker.
-        switched: a switch connects the node, so any two accelerators reach ``node_bandwidth``; otherwise each pair has
-            its share of the links.
+        node_bandwidth: bytes per second to the others of the node (one direction), as stated by the maker.
+        switched: any two accelerators of a node reach ``node_bandwidth``; otherwise a pair has its share of the links.
         node_fraction: fraction of ``node_bandwidth`` that collectives reach.
         network_bandwidth: bytes per second that an accelerator sends to other nodes.
         network_fraction: fraction of ``network_bandwidth`` that collectives reach.

@@ -37,17 +37,16 @@ def lints(trace: Trace, timed: Cost, hardware: Hardware) -> tuple[Lint, ...]:
 def _float32(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
     """Matrix products in float32, which every accelerator computes several times as fast in bfloat16."""
     single, half = hardware.flops("float32"), hardware.flops("bfloat16")
-    done = sum(event.flops for _, event in trace.events())
-    share = sum(event.flops for _, event in trace.events() if event.dtype == "float32") / max(1, done)
+    flops = sum(event.flops for _, event in trace.events() if event.dtype == "float32")
+    share = flops / max(1, trace.flops())
     seconds = share * (timed.computing.get("matmul", 0.0) + timed.computing.get("attention", 0.0)) * (1 - single / half)
     if share and half > single:
-        yield Lint(
-            name="float32",
-            text=f"{share:.0%} of the operations are in float32, which {hardware.name} computes at "
-            f"1/{half / single:.0f} of the speed of bfloat16: set param_dtype=bfloat16 in the pass that shards or "
-            "replicates; parameters and optimizer state stay float32",
-            seconds=seconds,
+        text = (
+            f"{share:.0%} of the operations are in float32, which {hardware.name} computes at 1/{half / single:.0f} of "
+            "the speed of bfloat16: set param_dtype=bfloat16 in the pass that shards or replicates; parameters and "
+            "optimizer state stay float32"
         )
+        yield Lint(name="float32", text=text, seconds=seconds)
 
 
 def _tensor_parallel(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
@@ -118,29 +117,23 @@ def _attention(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
         every = [event for _, event in trace.events() if event.name == name]
         if calls := [event for event in every if event.scope and not event.recomputed]:
             seconds = sum(call.moved for call in calls) * 3 / (hardware.memory_bandwidth * hardware.memory_fraction)
-            yield Lint(
-                name="attention is not flash",
-                text=f"{len(calls)} calls run {what}: compute in bfloat16 (param_dtype) with is_causal and no mask",
-                seconds=seconds,
-                size=max(map(_allocated, calls)) * (trace.depth if name == "_softmax" else 1),
-            )
+            text = f"{len(calls)} calls run {what}: compute in bfloat16 (param_dtype) with is_causal and no mask"
+            size = max(map(_count_allocated, calls)) * (trace.depth if name == "_softmax" else 1)
+            yield Lint(name="attention is not flash", text=text, seconds=seconds, size=size)
 
 
-def _allocated(event: Event) -> int:
+def _count_allocated(event: Event) -> int:
     return sum(change for _, change in event.memory if change > 0)
 
 
 def _masks(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
     products = {event.shape[1:3] for _, event in trace.events() if "attention" in event.name and event.shape}
     names = {"tril", "where", "bitwise_and", "expand", "masked_fill", "le", "ge", "lt"}
-    sizes = [_allocated(event) for _, event in trace.events() if event.name in names]
+    sizes = [_count_allocated(event) for _, event in trace.events() if event.name in names]
     for queries, keys in products:
         if queries > 1 and (masks := [size for size in sizes if size >= queries * keys]):
-            yield Lint(
-                name="materialised mask",
-                text=f"a mask of {queries} x {keys} is built in memory: leave the attention mask out, or say is_causal",
-                size=max(masks),
-            )
+            text = f"a mask of {queries} x {keys} is built in memory: leave the attention mask out, or say is_causal"
+            yield Lint(name="materialised mask", text=text, size=max(masks))
 
 
 def _exposed(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
@@ -152,19 +145,13 @@ def _exposed(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
             "dp_replicate": "more accumulation, or fewer replicas",
             "pp": "more micro-batches, virtual=2, or other cuts (stages=)",
         }.get(axis, "a larger micro-batch")
-        yield Lint(
-            name="exposed communication",
-            text=f"compute waits for {axis} {seconds / timed.seconds:.0%} of the step: {help_}",
-            seconds=seconds,
-        )
+        text = f"compute waits for {axis} {seconds / timed.seconds:.0%} of the step: {help_}"
+        yield Lint(name="exposed communication", text=text, seconds=seconds)
 
 
 def _spanning(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
-    axis = [sent for _, sent in trace.collectives() if sent.axis == "tp"]
-    seconds = sum(sending_time(sent, hardware) for sent in axis if placement(sent, hardware)[1] > 1)
-    if seconds:
-        yield Lint(
-            name="tensor parallelism across nodes",
-            text=f"tp={trace.axes['tp']} spans nodes of {hardware.node}: keep it within one",
-            seconds=seconds,
-        )
+    sent = [sent for _, sent in trace.collectives() if sent.axis == "tp" and placement(sent, hardware)[1] > 1]
+    if sent:
+        text = f"tp={trace.axes['tp']} spans nodes of {hardware.node}: keep it within one"
+        seconds = sum(sending_time(message, hardware) for message in sent)
+        yield Lint(name="tensor parallelism across nodes", text=text, seconds=seconds)

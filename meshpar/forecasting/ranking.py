@@ -40,6 +40,11 @@ class Settings:
     blocks: tuple[int, ...] = ()
     micro_batches: int = 1
 
+    @property
+    def kept(self) -> str:
+        """The fixed axes, as text."""
+        return ", ".join(f"{axis}={size}" for axis, size in self.fixed.items())
+
     def mesh(self) -> MeshSpec:
         """Return the mesh, without axes of size 1 other than ``dp_shard``."""
         axes = {"pp": self.stages, "dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}

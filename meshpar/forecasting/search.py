@@ -93,7 +93,8 @@ def search(
     Raises:
         MeshparError: no mesh is legal, or the model's blocks are not alike.
     """
-    question = _ask(model, layout, batch, hardware, world_size, plan, elastic=elastic)
+    depths, (rest, base) = Depths(model, layout), _keep(plan, world_size, elastic=elastic)
+    question = _Search(model, layout, depths, batch, hardware, rest, base)
     workers = workers or min(8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
     def simulates(what: str) -> _Simulate:
@@ -105,12 +106,14 @@ def search(
         raise MeshparError("no mesh is legal: " + "; ".join(candidate.problem for candidate in candidates))
     reshards = (True,) if "dp_shard" in axes_of(question.base.beside) else (True, False)
     families = itertools.starmap(_Family, itertools.product(degrees, recompute, reshards))
-    candidates += _candidates(question, families, micro_batches, simulates(question.kept or "meshes of data and tp"))
+    candidates += _candidates(
+        question, families, micro_batches, simulates(question.base.kept or "meshes of data and tp")
+    )
     for split in _split_in_nodes(question):  # one long sample is more than enough for a rank
         fitting = [tp for tp in _degrees(split)[0] if tp * split.fixed <= hardware.node]
         families = itertools.starmap(_Family, itertools.product(fitting, recompute, (True,)))
         samples = (1,) if batch.sequence >= LONG else micro_batches
-        candidates += _candidates(split, families, samples, simulates(split.kept))
+        candidates += _candidates(split, families, samples, simulates(split.base.kept))
     blocks, ranks = question.depths.blocks, question.world_size
     stages = [size for size in stages if size * staged.FEWEST <= blocks and not ranks % size]
     if stages and not elastic:
@@ -131,29 +134,18 @@ def search(
     return Ranking(best=tuple(best), groups=groups, out=out)
 
 
-def _ask(
-    model: nn.Module,
-    layout: ModelLayout,
-    batch: Batch,
-    hardware: Hardware,
-    world_size: int,
-    plan: Plan | None,
-    *,
-    elastic: bool,
-) -> _Search:
-    """Return the question with the passes and axes that all candidates keep; raises MeshparError if they do not fit."""
+def _keep(plan: Plan | None, world_size: int, *, elastic: bool) -> tuple[int, Settings]:
+    """Return the ranks that are left to the search, and the settings of ``plan`` that every candidate keeps."""
     passes = tuple(pass_ for pass_ in (() if plan is None else plan.passes) if not isinstance(pass_, VARIED))
     sizes = plan.mesh.axes if plan is not None and isinstance(plan.mesh, MeshSpec) else {}
     fixed = {axis: sizes[axis] for axis in sizes if axis in axes_of(passes) - {"dp_replicate", "dp_shard", "tp"}}
-    rest, remainder = divmod(world_size, math.prod(fixed.values()))
     base = Settings(beside=passes, fixed=fixed, elastic=elastic)
-    question = _Search(model, layout, Depths(model, layout), batch, hardware, rest, base)
+    rest, remainder = divmod(world_size, math.prod(fixed.values()))
     if remainder or min(fixed.values(), default=1) < 1:
         raise MeshparError(
-            f"the search keeps {question.kept}, which must be sizes that divide {world_size} ranks; write them in the "
-            "mesh"
+            f"the search keeps {base.kept}, which must be sizes that divide {world_size} ranks; write them in the mesh"
         )
-    return question
+    return rest, base
 
 
 @final
@@ -178,11 +170,6 @@ class _Search:
     def fixed(self) -> int:
         """Ranks of the axes that every candidate keeps."""
         return math.prod(self.base.fixed.values())
-
-    @property
-    def kept(self) -> str:
-        """These axes, as text."""
-        return ", ".join(f"{axis}={size}" for axis, size in self.base.fixed.items())
 
     @property
     def replicates(self) -> bool:

@@ -42,12 +42,10 @@ class Batch:
         sequence: tokens of a sample.
         micro_batch: samples in one forward pass.
         accumulate: micro-batches in a step.
-        examples: the kind of a sample: ``tokens`` of packed text, ``pairs`` of a text and its target, or a text with
-            one of ``labels``.
+        examples: ``tokens`` of packed text, ``pairs`` of a text and its target, or a text with one of ``labels``.
         target: tokens of a pair's target.
         reduce_each: gradients are reduced after every micro-batch.
-        documents: a sample of packed text has several documents: the model gets ``position_ids``, and attends by a
-            mask.
+        documents: a packed sample has several documents: the model gets ``position_ids``, and attends by a mask.
     """
 
     sequence: int
@@ -67,11 +65,7 @@ class Batch:
 
     @classmethod
     def of(cls, batch: Batch | Mapping[str, Tensor]) -> Batch:
-        """Return the shape of a batch; a mapping is one micro-batch with ``input_ids`` (B, L), as a model takes it.
-
-        Raises:
-            MeshparError: the mapping has no such tensor.
-        """
+        """Return a batch's shape; a mapping is one micro-batch with ``input_ids`` (B, L), else MeshparError."""
         if isinstance(batch, Batch):
             return batch
         ids = batch.get("input_ids")
@@ -139,9 +133,9 @@ def record_step(
     recorder: Recorder | None = None,
     parameters: int | None = None,
 ) -> Trace:
-    """Run one training step on ``par`` and return its trace.
+    """Run one training step on ``par`` and return its trace. Collective: every rank calls it.
 
-    Take the third step or a later one of a real job: the first also allocates the optimizer's state, and the first two
+    Take the third step or a later one of a real job: the first allocates the optimizer's state, and the first two
     compare more between ranks.
 
     Args:
@@ -155,8 +149,6 @@ def record_step(
         beside: other modules whose parameters are in memory: a teacher.
         recorder: None: one for a real device.
         parameters: of the whole model; None: counted.
-
-    Collective: every rank calls it.
     """
     recorder = recorder or Recorder(axis_groups(par, beside))
     gc.collect()

@@ -87,13 +87,11 @@ class Trace:
         tokens: tokens that this rank's data axis sees in the step (its micro-batches).
         data_size: number of different batches of the ranks at a time.
         held: holder -> bytes at the start of the step.
-        exact: ``parameters``, ``gradients``, ``optimizer``, ``buffers`` -> bytes of this rank, without an allocator's
-            rounding.
+        exact: ``parameters``, ``gradients``, ``optimizer``, ``buffers`` -> bytes of this rank, not rounded up.
         parameters: number of parameters of the whole model.
         phases: the events of each phase.
         compiled: blocks are compiled, so their element-wise operators are joined.
-        stages: where ranks have different layers, the trace of a rank of each stage, in order; this trace is that of
-            the fullest.
+        stages: where ranks have different layers, a trace of each stage, in order; this trace is the fullest's.
     """
 
     axes: Mapping[str, int]

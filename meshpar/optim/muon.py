@@ -35,10 +35,9 @@ class Muon(torch.optim.Optimizer):
 
     The rule, its defaults and ``adjust_lr_fn`` are those of ``torch.optim.Muon`` (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon). In a step, each matrix goes whole to one of the ranks that hold its
-    parts, which orthogonalises it, and the parts of the result go back. Replicas orthogonalise different matrices, and
-    gather the results. AdamW trains embeddings, the layer that makes
-    logits, norms, biases, vectors and scalars. The layout says what a matrix is: a fused projection is several, each
-    expert is one, a convolution is flattened to (output channels, rest).
+    parts, which orthogonalises it, and the parts of the result go back; replicas divide the matrices. AdamW trains
+    embeddings, the layer that makes logits, norms, biases, vectors and scalars. The layout says what a matrix is: a
+    fused projection is several, each expert is one, a convolution is flattened to (output channels, rest).
 
     >>> from torch import nn
     >>> from meshpar.optim import Muon
@@ -58,14 +57,14 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: factor of ``lr`` from rows and columns of a matrix: ``"original"`` (None) or
             ``"match_rms_adamw"``, with which learning rate and decay of AdamW fit.
         ns_dtype: dtype of the iterations, and of what ranks exchange. ``"bfloat16"`` is torch's; it amplifies the last
-            bit of a gradient, so that runs on two meshes drift apart. ``"float32"`` equals one process to rounding.
+            bit of a gradient, so runs on two meshes drift apart. ``"float32"`` equals one process to rounding.
         per_head: each head of a projection in the layout's ``heads`` is a matrix.
         adamw: ``lr``, ``betas``, ``eps`` and ``weight_decay`` of AdamW, where they differ from ``lr``, (0.9, 0.95),
             1e-8 and ``weight_decay``.
-        groups: pattern of parameters, or of modules for all of theirs -> options of their own: ``rule`` (``"muon"`` or
-            ``"adamw"``), ``lr``, ``weight_decay``; ``stacked``, ``dim`` and ``parts``, which say what the matrices are:
-            each index of the first dim, and several along ``dim`` (0 or 1) of a matrix: a number of equal ones, or
-            relative sizes (``(4, 1, 1)``: queries of four heads, keys and values of one). The first pattern counts.
+        groups: pattern of parameters, or of modules for all of theirs -> own options, by the first pattern: ``rule``
+            (``"muon"`` or ``"adamw"``), ``lr``, ``weight_decay``; ``stacked`` (each index of the first dim has its own
+            matrices), and ``parts`` along ``dim`` (0 or 1) of a matrix: a number of equal ones, or relative sizes
+            (``(4, 1, 1)``: queries of four heads, keys and values of one).
 
     Raises:
         MeshparError: an option is not known, a pattern matches nothing, or nothing says what the matrices of a

@@ -66,8 +66,7 @@ def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
 class Memory:
     """Compare the tensors that this rank holds with its plan's description, after any verb.
 
-    Every storage counts once, garbage too until it is collected. Make the object before the module; what is there by
-    then does not count.
+    Every storage counts once, garbage too. Make the object before the module: what is there by then does not count.
 
     >>> memory = Memory()                                                       # doctest: +SKIP
     >>> par = plan.apply(model)                                                 # doctest: +SKIP
@@ -93,9 +92,8 @@ class Memory:
     ) -> None:
         """Assert that this rank holds what ``par.describe()`` says, and nothing else.
 
-        Parameters, gradients, optimizer state and shards may each be as large as on the fullest rank, because torch
-        pads them to that. Beside them may live 256 bytes, and 16 for each parameter: an optimizer's counts, and what
-        ranks compare.
+        Each kind may be as large as on the fullest rank, to which torch pads. 256 bytes may live beside them, and 16
+        for each parameter: an optimizer's counts, and what ranks compare.
 
         Args:
             par: the parallel module.

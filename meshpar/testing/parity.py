@@ -67,24 +67,23 @@ def train_steps(
     eps: float = 1e-3,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Record:
-    """Train with AdamW on global batches; every rank takes its own part.
+    """Train with AdamW on global batches; every rank takes its own part. Collective.
 
     Args:
         par: the parallel module.
-        steps: for each step a sequence of micro-batches, each a sequence of ``n`` x data-size batches: data rank r
-            takes every ``data_size``-th from r. Parts may count different numbers of tokens: the ``labels`` of a
-            mapping that are not -100; a part without ``labels`` counts one. A model with batch norm computes the parts
-            of a rank in one forward, joined along dim 0 (tensors, or mappings, lists and tuples of tensors): its
-            statistics are those of all samples of a micro-batch on every mesh.
+        steps: for each step micro-batches, each a sequence of ``n`` x data-size batches, of which data rank r takes
+            every ``data_size``-th from r. What counts are the ``labels`` of a mapping that are not -100, else one. With
+            batch norm a rank's parts of a micro-batch are joined along dim 0 (tensors, or mappings, lists and tuples of
+            them) for one forward, so that its statistics are those of all samples on every mesh.
         loss_sum: the loss, summed over what it counts.
         max_norm: gradients are clipped to this norm.
         lr: AdamW's learning rate.
-        eps: AdamW's, large on purpose: AdamW divides a gradient by its own size, so where the gradient is zero by
-            theory (a bias before a softmax) it would blow rounding noise up to a full step, on any number of processes.
+        eps: AdamW's, large on purpose: a gradient that is zero by theory (a bias before a softmax) is divided by its
+            own size, which would blow rounding noise up to a full step.
         optimizer: instead of a new AdamW.
 
     Returns:
-        The losses (token means over everything), norms, first gradients and last weights. Collective.
+        The losses (token means over everything), norms, first gradients and last weights.
     """
     record = Record()
     if optimizer is None:
@@ -146,15 +145,13 @@ def assert_parity(
     optimizer: MakeOptimizer | None = None,
     guards: Guards = "always",
 ) -> Parallelized:
-    """Assert that training under a plan equals training in one process on the concatenated batches.
+    """Assert that training under a plan equals training in one process on the concatenated batches. Collective.
 
     Both runs start from the weights of ``seed``. Rank 0 runs the one process, without the plan's passes. Loss and
-    gradient norm of every step, every gradient of the first step and every weight after the last must agree to
-    ``tolerance`` of each tensor's largest value.
+    gradient norm of every step, every gradient of the first step and every weight after the last must agree.
 
     Args:
-        build: makes the model; called twice, on the meta device. Modules with parameters of their own need
-            ``reset_parameters``.
+        build: makes the model; called twice, on the meta device, so modules need ``reset_parameters``.
         mesh: mesh of the whole world.
         passes: the plan.
         steps: see :func:`train_steps`.
@@ -165,8 +162,7 @@ def assert_parity(
         max_norm: gradients are clipped to this norm, so clipping is also compared.
         alone: passes without axes that the one process also applies, because they change the training itself.
         optimizer: makes the optimizer of each run from its parameters; None: the AdamW of :func:`train_steps`.
-        expected: the result of :func:`one_process` for the same model and steps, to compare several plans with one run;
-            None: runs it.
+        expected: result of :func:`one_process` for the same model and steps; None: runs it.
         guards: as :class:`meshpar.Plan` takes it.
 
     Returns:
@@ -174,8 +170,6 @@ def assert_parity(
 
     Raises:
         AssertionError: naming what differs and by how much.
-
-    Collective: every rank calls it.
     """
     trained: Any = {"loss_sum": loss_sum, "max_norm": max_norm}
     if expected is None:
@@ -207,12 +201,18 @@ def one_process(
     passes: Sequence[Pass] = (),
     optimizer: MakeOptimizer | None = None,
 ) -> Record:
-    """Train in one process on rank 0 and return the record; an empty record on the other ranks, which do not wait.
-
-    ``passes`` are applied first; they have no axes, and get no mesh.
-    """
+    """Train in one process on rank 0, with ``passes`` without axes; other ranks get an empty record, an at once."""
     if dist.get_rank() != 0:
         return Record()
+    par = _alone(build, layout, seed, passes)
+    chosen = optimizer and optimizer(par.module.parameters())
+    return train_steps(par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=chosen)
+
+
+def _alone(
+    build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int, passes: Sequence[Pass] = ()
+) -> Parallelized:
+    """Return the model in this process, with ``passes`` without axes, on a mesh that nobody shares."""
     with torch.device("meta"):
         module = build()
     full_layout, facts, moments = layout or layout_for(module), Facts(), list[Moment]()
@@ -226,9 +226,7 @@ def one_process(
         if installed is not None:
             facts.add(installed.facts)
             moments += installed.moments
-    par = in_this_process(module, full_layout, facts, moments).materialize(seed=seed)
-    chosen = optimizer and optimizer(par.module.parameters())
-    return train_steps(par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=chosen)
+    return in_this_process(module, full_layout, facts, moments).materialize(seed=seed)
 
 
 def in_this_process(
@@ -252,11 +250,7 @@ def in_this_process(
 
 
 def assert_records_match(expected: Record, got: Record, tolerance: float = 1e-5) -> None:
-    """Assert that two runs agree to ``tolerance`` of each tensor's largest value.
-
-    Raises:
-        AssertionError: listing everything that differs, worst first.
-    """
+    """Raise AssertionError, worst first, unless two runs agree to ``tolerance`` of each tensor's largest value."""
     differences: list[tuple[float, str]] = []
 
     def compare(name: str, want: Tensor, have: Tensor, floor: float) -> None:

@@ -49,23 +49,19 @@ def on_ranks(
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Run the decorated test's body in ``count`` processes, each a rank of one gloo group on the CPU.
 
-    The processes are forked from a server that has torch loaded, meet through a file (no ports), and get one thread
-    each. They also run the next test of as many ranks, which saves their start. The first failure ends all of them and
-    is raised here with its rank's traceback.
-
-    The test may have parameters and fixtures of pytest; each rank gets a copy, so their values must be picklable.
+    The processes are forked from a server that has torch loaded, meet through a file, get one thread each, and run the
+    next test of as many ranks, too. The first failure ends all of them and is raised here with its rank's traceback.
+    Parameters and fixtures of pytest are copied to each rank, so they must be picklable.
 
     Args:
         count: number of ranks, or the name of the test's parameter that has it: a number, or a mesh such as
             "dp_shard=2,tp=2".
         timeout_s: seconds after which the test fails and its processes are ended.
-        fresh: reason for which this test needs new processes that end with it, such as "ends a rank" or "counts all
-            groups". A test that leaves nothing behind in a process (no hooks of the whole process, no unfinished
-            collectives) needs none.
+        fresh: why this test needs new processes that end with it, such as "ends a rank" or "counts all groups"; needed
+            only if it leaves something behind (hooks of the whole process, unfinished collectives).
 
     Raises:
-        RankFailure: from the decorated test. Also where a test without a reason leaves a patch of meshpar or torch
-            behind.
+        RankFailure: from the test; also where one without a reason leaves a patch of meshpar or torch behind.
     """
 
     def decorate(test: Callable[P, None]) -> Callable[P, None]:
@@ -259,7 +255,8 @@ class ProcessState:
         """Yield names of meshpar, and the best known of torch, that stand for other things than at the last call."""
         new = sys.modules.keys() - self._seen
         self._seen |= new
-        self._watched += [name for name in new if _is_watched(name)]
+        watched = {name for name in new if name in _WATCHED or name.rpartition(".")[0] in _WATCHED[1:]}
+        self._watched += [name for name in new if name in watched or _is_ours(name)]
         for name in self._watched:
             namespace = vars(sys.modules[name]) if name in sys.modules else {}
             if not _is_same(self._names.get(name), namespace):
@@ -284,10 +281,6 @@ class ProcessState:
 
 def _is_same(known: Mapping[str, Any] | None, namespace: Mapping[str, Any]) -> bool:
     return known is not None and len(known) == len(namespace) and all(map(is_, known.values(), namespace.values()))
-
-
-def _is_watched(name: str) -> bool:
-    return _is_ours(name) or name in _WATCHED or name.rpartition(".")[0] in _WATCHED[1:]
 
 
 def _is_ours(space: str) -> bool:

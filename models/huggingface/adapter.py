@@ -36,6 +36,10 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
     if loaded is None or not isinstance(module, loaded.PreTrainedModel):
         return None
     model: Any = module
+    cached = (
+        f"{type(model).__name__} has a key/value cache (config.use_cache), which recomputation would fill twice; "
+        "set model.config.use_cache = False"
+    )
     return ModelLayout(
         blocks=_blocks(model),
         tensor=tensor_layout(model),
@@ -51,7 +55,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         ignored=_ignored(model),
         weights=weight_map(model),
         config=_published_config(model),
-        recompute_refusal=_recompute_refusal(model),
+        recompute_refusal=cached if getattr(model.config, "use_cache", False) else "",
     )
 
 
@@ -186,15 +190,6 @@ def _published_config(model: Any) -> dict[str, Any]:
     values |= {"architectures": [base.__name__], "_name_or_path": None, "transformers_version": None}
     values["use_cache"] = cache
     return {key: value for key, value in values.items() if value is not None or key not in _UNPUBLISHED}
-
-
-def _recompute_refusal(model: Any) -> str:
-    if not getattr(model.config, "use_cache", False):
-        return ""
-    return (
-        f"{type(model).__name__} has a key/value cache (config.use_cache), which recomputation would fill twice; "
-        "set model.config.use_cache = False"
-    )
 
 
 @final

@@ -128,7 +128,9 @@ def _mixers(model: Any) -> tuple[str, ...]:
     models = {f"{name}.": child for name, child in modules.items() if hasattr(child, "base_model")}
     towers = tuple(name for name, child in models.items() if id(child.config) not in configs)
     text = {name: child for name, child in modules.items() if not name.startswith(towers)}
-    attending = {name: module for name, module in text.items() if _attends(module)}
+    attending = {
+        name: child for name, child in text.items() if "Attention" in type(child).__name__ and _projects(child)
+    }
     names = [
         name
         for name, module in attending.items()
@@ -144,9 +146,8 @@ def _mixers(model: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if not name.startswith(outer)))
 
 
-def _attends(module: nn.Module) -> bool:
-    projects = any(isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children())
-    return projects and "Attention" in type(module).__name__
+def _projects(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children())
 
 
 def _by_interface(kind: type) -> bool:
