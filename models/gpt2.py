@@ -214,7 +214,6 @@ class Conv1D(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the weight from a normal distribution and the bias to zero."""
         nn.init.normal_(self.weight, std=self.std)
         nn.init.zeros_(self.bias)
 
@@ -223,7 +222,6 @@ class Conv1D(nn.Module):
         return F.linear(x, self.weight.t(), self.bias)
 
     def extra_repr(self) -> str:
-        """Show the sizes."""
         return f"in_features={self.weight.shape[0]}, out_features={self.weight.shape[1]}"
 
 

@@ -42,7 +42,6 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Initialise the weight from a normal distribution and the bias to zero."""
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -52,7 +51,6 @@ class Embedding(nn.Embedding):
     """``nn.Embedding`` whose rows are initialised from a normal distribution of standard deviation 0.02."""
 
     def reset_parameters(self) -> None:
-        """Initialise the rows from a normal distribution."""
         nn.init.normal_(self.weight, std=0.02)
 
 
@@ -84,24 +82,16 @@ class Mixture(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self,
-        dim: int,
-        hidden: int,
-        experts: int,
-        top: int,
-        residual_std: float,
-        shared: nn.Module | None = None,
-        scale: float = 1.0,
+        self, dim: int, hidden: int, experts: int, top: int, std: float, shared: nn.Module | None, scale: float
     ) -> None:
         super().__init__()
         self.top, self.scale = top, scale
         self.router = Linear(dim, experts)
-        self.experts = StackedExperts(dim, hidden, experts, residual_std)
+        self.experts = StackedExperts(dim, hidden, experts, std)
         self.shared = shared
         self.register_buffer("bias", None if shared is None else torch.zeros(experts))
 
     def reset_parameters(self) -> None:
-        """Set the bias to zero."""
         if self.bias is not None:
             self.bias.zero_()
 
@@ -133,7 +123,6 @@ class StackedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the weights from normal distributions."""
         for weight, std in ((self.gate, 0.02), (self.up, 0.02), (self.down, self.residual_std)):
             nn.init.normal_(weight, std=std)
 

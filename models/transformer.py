@@ -15,16 +15,9 @@ from torch import Tensor, nn
 
 from meshpar.core.layout import ExpertsLayout, ModelLayout, TensorLayout
 from meshpar.models.layers import Embedding, Linear, Mixture, ModelOutput, next_token_loss, positions_of
-from meshpar.models.transformer_config import (
-    RopeScaling,
-    TransformerConfig,
-    published_config,
-    published_experts,
-    published_names,
-)
+from meshpar.models.transformer_config import RopeScaling, TransformerConfig, published_form
 from meshpar.passes.positions.attention import Mask, attention, attention_mask
 from meshpar.passes.tensor.parts import Parts
-from meshpar.weights import Rename, WeightMap
 
 
 @final
@@ -76,7 +69,7 @@ class Transformer(nn.Module):
         """Describe the model to the passes."""
         config, keys = self.config, ("layers.*.attn.k", "layers.*.attn.v")
         heads = {"layers.*.attn.q": config.heads, **dict.fromkeys(keys, config.kv_groups)}
-        names = (Rename(ours, theirs) for ours, theirs in published_names(config))
+        weights, published = published_form(config)
         return ModelLayout(
             blocks=("layers.*",),
             tensor=TensorLayout(_table(config), heads=heads, copied_heads=keys),
@@ -86,8 +79,8 @@ class Transformer(nn.Module):
             dropout=config.dropout > 0,
             ignored=(r"rotary_emb\.inv_freq$",),
             experts=_experts(config),
-            weights=WeightMap((*names, *published_experts(config))),
-            config=published_config(config),
+            weights=weights,
+            config=published,
         )
 
 
@@ -142,14 +135,9 @@ class Attention(nn.Module):
             q_BLHC, k_BLGC = self.q_norm(q_BLHC), self.k_norm(k_BLGC)
         # From integers in every layer: FSDP2 casts floating-point arguments, and bfloat16 has 256 for position 257.
         cos_BL1R, sin_BL1R = rotations(positions_BL, self.channels, self.theta, self.scaling)
-        attended_BHLC = attention(
-            self,
-            rotate(q_BLHC, cos_BL1R, sin_BL1R).transpose(1, 2),
-            rotate(k_BLGC, cos_BL1R, sin_BL1R).transpose(1, 2),
-            v_BLGC.transpose(1, 2),
-            mask,
-            dropout=self.dropout.p if self.training else 0.0,
-        )
+        q_BHLC, k_BGLC = (rotate(x, cos_BL1R, sin_BL1R).transpose(1, 2) for x in (q_BLHC, k_BLGC))
+        dropout = self.dropout.p if self.training else 0.0
+        attended_BHLC = attention(self, q_BHLC, k_BGLC, v_BLGC.transpose(1, 2), mask, dropout=dropout)
         return self.o(attended_BHLC.transpose(1, 2).flatten(2))
 
 

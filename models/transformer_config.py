@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from meshpar.models.layers import published
-from meshpar.weights import Unstack
+from meshpar.weights import Rename, Unstack, WeightMap
 
 
 @final
@@ -133,16 +133,8 @@ class TransformerConfig:
 
 
 _LLAMA3 = TransformerConfig(vocab_size=128_256, rope_theta=500_000.0, max_positions=8192, kv_heads=8, heads=32)
-_QWEN3 = TransformerConfig(
-    vocab_size=151_936,
-    rope_theta=1e6,
-    max_positions=40_960,
-    kv_heads=4,
-    heads=32,
-    head_dim=128,
-    norm_eps=1e-6,
-    qk_norm=True,
-)
+_QWEN3 = TransformerConfig(vocab_size=151_936, max_positions=40_960, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
+_A3B: dict[str, Any] = {"head_dim": 128, "experts": 128, "experts_per_token": 8, "expert_hidden": 768}
 _LLAMA31 = replace(_LLAMA3, max_positions=131_072, rope_scaling=RopeScaling(factor=8.0))
 
 PRESETS: dict[str, TransformerConfig] = {
@@ -153,9 +145,7 @@ PRESETS: dict[str, TransformerConfig] = {
     "llama-8b": replace(_LLAMA3, dim=4096, layers=32, hidden=14_336),
     "llama-70b": replace(_LLAMA3, dim=8192, layers=80, heads=64, hidden=28_672),
     "llama-405b": replace(_LLAMA31, dim=16_384, layers=126, heads=128, hidden=53_248),
-    "qwen3-30b-a3b": replace(
-        _QWEN3, dim=2048, layers=48, hidden=6144, experts=128, experts_per_token=8, expert_hidden=768
-    ),
+    "qwen3-30b-a3b": replace(_QWEN3, dim=2048, layers=48, heads=32, kv_heads=4, hidden=6144, **_A3B),
 }
 """Name of a shape -> its configuration; `meshpar describe NAME` prints what each rank would hold."""
 
@@ -163,7 +153,13 @@ PRESETS: dict[str, TransformerConfig] = {
 _SWIGLU = ("gate", "up", "down")
 
 
-def published_names(config: TransformerConfig) -> list[tuple[str, str]]:
+def published_form(config: TransformerConfig) -> tuple[WeightMap, dict[str, Any]]:
+    """Return the map of weights and the config of the published form."""
+    names = (Rename(ours, theirs) for ours, theirs in _published_names(config))
+    return WeightMap((*names, *_published_experts(config))), _published_config(config)
+
+
+def _published_names(config: TransformerConfig) -> list[tuple[str, str]]:
     inner, theirs = "layers.*.mlp", "model.layers.*.mlp"
     modules = {
         "embed": "model.embed_tokens",
@@ -185,7 +181,7 @@ def published_names(config: TransformerConfig) -> list[tuple[str, str]]:
     return [(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in modules.items()] + bias
 
 
-def published_experts(config: TransformerConfig) -> list[Unstack]:
+def _published_experts(config: TransformerConfig) -> list[Unstack]:
     rules = []
     for part in _SWIGLU if config.experts else ():
         theirs = (f"model.layers.*.mlp.experts.{number}.{part}_proj.weight" for number in range(config.experts))
@@ -193,47 +189,29 @@ def published_experts(config: TransformerConfig) -> list[Unstack]:
     return rules
 
 
-def published_config(config: TransformerConfig) -> dict[str, Any]:
+def _published_config(config: TransformerConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if (scaling := config.rope_scaling) is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency,
-            "high_freq_factor": scaling.high_frequency,
-            "original_max_position_embeddings": scaling.original_positions,
-        }
+        rope |= {"rope_type": "llama3", "factor": scaling.factor}
+        rope |= {"low_freq_factor": scaling.low_frequency, "high_freq_factor": scaling.high_frequency}
+        rope["original_max_position_embeddings"] = scaling.original_positions
     more: dict[str, Any] = {}
     kind, name = ("qwen3", "Qwen3") if config.qk_norm else ("llama", "Llama")
     if config.experts:
         kind, name, more = _published_mixture(config)
         rope |= {"partial_rotary_factor": 1.0} if config.shared_experts else {}
-    return {
-        **published(kind, f"{name}ForCausalLM", tied=config.tied),
-        **more,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_groups,
-        "head_dim": config.channels,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope,
-        "attention_bias": False,
-        "attention_dropout": config.dropout,
-        "hidden_act": "silu",
-    }
+    more |= {"vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": config.hidden}
+    more |= {"num_hidden_layers": config.layers, "max_position_embeddings": config.max_positions}
+    more |= {"num_attention_heads": config.heads, "num_key_value_heads": config.kv_groups, "head_dim": config.channels}
+    more |= {"attention_bias": False, "attention_dropout": config.dropout, "hidden_act": "silu"}
+    more |= {"rms_norm_eps": config.norm_eps, "rope_parameters": rope}
+    return published(kind, f"{name}ForCausalLM", tied=config.tied) | more
 
 
 def _published_mixture(config: TransformerConfig) -> tuple[str, str, dict[str, Any]]:
     """Return type, name and settings of the published form: Qwen3-MoE, or GLM4-MoE with shared experts and a bias."""
-    common = {
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.expert_hidden or config.hidden,
-        "norm_topk_prob": True,
-    }
+    common = {"num_experts_per_tok": config.experts_per_token, "norm_topk_prob": True}
+    common["moe_intermediate_size"] = config.expert_hidden or config.hidden
     if not config.shared_experts:
         experts = {"num_experts": config.experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
         return "qwen3_moe", "Qwen3Moe", common | experts

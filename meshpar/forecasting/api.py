@@ -28,6 +28,7 @@ from meshpar.forecasting.step import Batch, Loss, summed_token_loss
 from meshpar.forecasting.trace import Trace
 from meshpar.plan import Plan, lost_replica_problems
 
+Simulate = Callable[[Sequence[Simulation]], list[Trace]]
 _PROBES = 2  # blocks of the smaller of two probes: a first and a last one
 
 
@@ -72,9 +73,12 @@ def forecast(
     """
     profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
     described = layout or layout_for(model)
-    size = _size(plan) if world_size is None else world_size
-    plan = on_nodes(plan, profile, size)
-    spec = plan.check(model, described, size)
+    if world_size is None:
+        if not isinstance(plan.mesh, MeshSpec) or -1 in plan.mesh.axes.values():
+            raise MeshparError(f"mesh {str(plan.mesh)!r} does not say how many ranks there are; give world_size=")
+        world_size = plan.mesh.size
+    plan = on_nodes(plan, profile, world_size)
+    spec = plan.check(model, described, world_size)
     if replicas > 1 and (problems := list(lost_replica_problems(plan.passes, spec, model))):
         raise PlanError(problems)
     job = Simulation(
@@ -82,7 +86,7 @@ def forecast(
         model=model,
         layout=layout,
         batch=Batch.of(batch),
-        world_size=size,
+        world_size=world_size,
         loss=loss,
         teacher=teacher,
         optimizer=optimizer,
@@ -112,12 +116,6 @@ def evaluated(trace: Trace, profile: Hardware, job: Simulation, replayed: str) -
     )
 
 
-def _size(plan: Plan) -> int:
-    if not isinstance(plan.mesh, MeshSpec) or -1 in plan.mesh.axes.values():
-        raise MeshparError(f"mesh {str(plan.mesh)!r} does not say how many ranks there are; give world_size=")
-    return plan.mesh.size
-
-
 def on_nodes(plan: Plan, profile: Hardware, world_size: int) -> Plan:
     """Return the plan on nodes of the profile's size, from which an ``auto`` mesh derives its axes."""
     if isinstance(plan.mesh, MeshSpec):
@@ -140,10 +138,7 @@ def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tup
 
 
 def traces_of(
-    jobs: Sequence[Simulation],
-    layout: ModelLayout,
-    depths: Depths | None,
-    run: Callable[[Sequence[Simulation]], list[Trace]],
+    jobs: Sequence[Simulation], layout: ModelLayout, depths: Depths | None, run: Simulate
 ) -> Iterator[tuple[Trace, str]]:
     """Yield what :func:`trace_of` returns for each job; ``run`` simulates the probes of all together."""
     probed = [_few_blocks(job, layout, depths) for job in jobs]

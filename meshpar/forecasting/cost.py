@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import final
+from typing import NamedTuple, final
 
 from meshpar.core.errors import MeshparError
 from meshpar.forecasting.hardware import Hardware
@@ -17,13 +17,10 @@ from meshpar.forecasting.trace import Collective, Event, Trace
 ERROR_RANGE = 0.15
 """Of the step time: 19 of the 21 published runs that ``benchmarks/forecast_accuracy.py`` holds back lie in it."""
 
-CAUSAL = 0.5
-"""Fused causal attention computes this part of the square that its operations are counted for."""
+CAUSAL = 0.5  # fused causal attention computes this part of the square that its operations are counted for
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """An event in time: seconds from the start of the step, on one lane (a stream, or a group's own queue)."""
 
     lane: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, final
@@ -173,7 +173,7 @@ def kernels_of(target: str, *, documents: bool = False) -> Iterator[None]:
     packed = None if documents else getattr(masks, "find_packed_sequence_indices", None)
     F.scaled_dot_product_attention = partial(_attend, target)
     if target == "cuda":
-        F.rms_norm = partial(_normalised, norm)
+        F.rms_norm = partial(_normalise, norm)
     if packed is not None:
         # Where it cannot read position_ids it supposes packed samples, whose mask flash attention cannot take.
         setattr(masks, packed.__name__, lambda position_ids: None)
@@ -218,12 +218,8 @@ def _attend(
     return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
 
 
-def _normalised(
-    plain: Callable[..., Tensor],
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+def _normalise(
+    plain: Any, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Take the fused kernel where CUDA has it: one dim, one dtype."""
     if len(normalized_shape) == 1 and weight is not None and weight.dtype == x.dtype:

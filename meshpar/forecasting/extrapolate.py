@@ -20,9 +20,10 @@ def deepened(shallow: Trace, deeper: Trace, depth: int) -> Trace:
     if step < 1 or depth < deeper.depth or (depth - shallow.depth) % step:
         raise MeshparError(f"cannot extrapolate {depth} blocks from probes of {shallow.depth} and {deeper.depth}")
     times = (depth - shallow.depth) // step
-    phases, places = [], _Places()
+    phases, places, start = [], list[int](), 0
     for few, more in _pairs(shallow, deeper):
-        phases.append(Phase(name=more.name, events=_stretch(few.events, more.events, times, places)))
+        phases.append(Phase(name=more.name, events=_stretch(few.events, more.events, times, places, start)))
+        start += len(phases[-1].events)
     return replace(
         deeper,
         depth=depth,
@@ -65,32 +66,27 @@ def on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
     return replace(trace, axes=axes, data_size=trace.data_size // data * replicas * shards, phases=phases)
 
 
-class _Places:
-    """Where the events of the deeper probe stand in the trace that is made of it."""
-
-    def __init__(self) -> None:
-        self.old, self.new = 0, 0
-        self.of: list[int] = []
-
-
 def _pairs(one: Trace, other: Trace) -> list[tuple[Phase, Phase]]:
     if [phase.name for phase in one.phases] != [phase.name for phase in other.phases]:
         raise MeshparError("two probes ran different phases")
     return list(zip(one.phases, other.phases))
 
 
-def _stretch(few: Sequence[Event], more: Sequence[Event], times: int, places: _Places) -> tuple[Event, ...]:
+def _stretch(
+    few: Sequence[Event], more: Sequence[Event], times: int, places: list[int], start: int
+) -> tuple[Event, ...]:
+    """Repeat a phase's stretch; ``places``: where the deeper probe's events stand in the trace, from ``start`` on."""
     period = len(more) - len(few)
     if period < 0:
         raise MeshparError("more blocks ran fewer operators, which cannot be extrapolated")
     cut = _cut(few, more, period) if period else len(few)
-    base, start = places.old, places.new
+    base = len(places)
     head = [_grow(a, b, times) for a, b in zip(few[:cut], more[:cut])]
     body = list(more[cut : cut + period])
     tail = [_grow(a, b, times) for a, b in zip(few[cut:], more[cut + period :])]
     extra = (times - 1) * period if period else 0
     # Later events wait for the last repetition of the stretch that repeats.
-    places.of += [start + at + (extra if at >= cut else 0) for at in range(len(more))]
+    places += [start + at + (extra if at >= cut else 0) for at in range(len(more))]
 
     def moved(event: Event, at: int, repetition: int) -> Event:
         if event.kind != "wait":
@@ -101,14 +97,13 @@ def _stretch(few: Sequence[Event], more: Sequence[Event], times: int, places: _P
         elif 0 <= local < cut + period and at < cut + period:
             target = start + local
         else:
-            target = places.of[event.target]
+            target = places[event.target]
         return replace(event, target=target)
 
     events = [moved(event, at, 0) for at, event in enumerate(head)]
     for repetition in range(times if period else 0):
         events += [moved(event, cut + at, repetition) for at, event in enumerate(body)]
     events += [moved(event, cut + period + at, 0) for at, event in enumerate(tail)]
-    places.old, places.new = base + len(more), start + len(events)
     return tuple(events)
 
 

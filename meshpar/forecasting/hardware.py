@@ -16,8 +16,7 @@ from meshpar.process.imports import need
 
 Verdict = Literal["fits", "may fit", "does not fit"]
 
-_LEVELS = 4
-"""Largest depth of a profile's YAML."""
+_LEVELS = 4  # largest depth of a profile's YAML
 RESERVED_RANGE = (1.07, 1.35)
 """Bytes that torch's allocator reserves over the forecast peak of tensors: least and most of published runs."""
 

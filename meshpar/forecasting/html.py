@@ -8,25 +8,15 @@ from html import escape
 
 from meshpar.forecasting.cost import ERROR_RANGE
 from meshpar.forecasting.hardware import reserved_range
-from meshpar.forecasting.ranking import Candidate, Ranking, group_title
+from meshpar.forecasting.ranking import Ranking, group_title
 from meshpar.forecasting.report import GIB, Forecast, reserved_text, rows, with_unit
 from meshpar.forecasting.trace import HELD
 from meshpar.state.drawing import mesh_svg
 
-_COLOURS = dict(
-    zip(
-        HELD,
-        ("#2f5d8a", "#4f8fc0", "#123a5e", "#8aa6bd", "#c9d3db", "#e0a030", "#5aa469", "#93c47d", "#b5544d", "#a89bb9"),
-        strict=True,
-    )
-)
-_LANES = {
-    "compute": "#2f5d8a",
-    "gather": "#e0a030",
-    "gather-copy": "#f0cf8f",
-    "reduce": "#b5544d",
-    "replicate": "#8e5ea2",
-}
+_HUES = ("#2f5d8a", "#4f8fc0", "#123a5e", "#8aa6bd", "#c9d3db", "#e0a030", "#5aa469", "#93c47d", "#b5544d", "#a89bb9")
+_COLOURS = dict(zip(HELD, _HUES, strict=True))
+_LANES = {"compute": "#2f5d8a", "gather": "#e0a030", "gather-copy": "#f0cf8f"}
+_LANES |= {"reduce": "#b5544d", "replicate": "#8e5ea2"}
 _BOXES = {"forward": "#2f5d8a", "backward": "#5aa469"}
 _WIDTH, _POINTS, _SHOWN = 1000, 700, 20
 
@@ -35,29 +25,24 @@ def page(forecasts: Sequence[Forecast], ranking: Ranking | None = None) -> str:
     """Return the page: the first forecast in full, the memory of all side by side, and what a search found."""
     first = forecasts[0]
     exposed = [f"{axis} {_time(seconds)}" for axis, seconds in first.cost.exposed.items() if seconds > 5e-5]
-    parts = [
-        f"<h1>{escape(first.title)}</h1>",
-        _figures(first),
-        "<h2>Memory of the fullest rank at its peak</h2>",
-        _stacks(forecasts),
-        "<h2>Memory over the step</h2>",
-        _curve(first),
-        "<h2>Streams over the step</h2>",
-        _timeline(first, 0.0, first.cost.seconds),
-        f"<small>compute waits for: {', '.join(exposed) or 'nothing'}. Below, a few blocks of backward:</small>",
-        _timeline(first, *_few_blocks(first)),
-        *(["<h2>Schedule of the stages</h2>", _schedule(first)] if first.trace.stages else []),
-        "<h2>Mesh</h2>",
-        _mesh(first),
-        "<h2>Collectives of a step</h2>",
-        _collectives(first),
-        "<h2>What would help</h2>",
-        _lints(first),
-    ]
-    if ranking is not None:
-        parts += ["<h2>Settings that fit or may fit</h2>", _ranking(ranking)]
+    waits = f"<small>compute waits for: {', '.join(exposed) or 'nothing'}. Below, a few blocks of backward:</small>"
+    backward = [span for span in first.cost.spans if span.phase == "backward"]
+    start, end = (backward[0].start, backward[-1].end) if backward else (0.0, first.cost.seconds)
+    middle, width = (start + end) / 2, 3 * (end - start) / max(3, first.trace.depth)  # of three blocks
+    whole = _timeline(first, 0.0, first.cost.seconds)
+    sections = {
+        "Memory of the fullest rank at its peak": _stacks(forecasts),
+        "Memory over the step": _curve(first),
+        "Streams over the step": whole + waits + _timeline(first, middle - width / 2, middle + width / 2),
+        "Schedule of the stages": _schedule(first) if first.trace.stages else "",
+        "Mesh": _mesh(first),
+        "Collectives of a step": _collectives(first),
+        "What would help": _lints(first),
+        "Settings that fit or may fit": "" if ranking is None else _ranking(ranking),
+    }
+    body = "".join(f"<h2>{title}</h2>{section}" for title, section in sections.items() if section)
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>meshpar plan</title><style>{_STYLE}</style>"
-    return f"{head}<body>{''.join(parts)}</body></html>"
+    return f"{head}<body><h1>{escape(first.title)}</h1>{_figures(first)}{body}</body></html>"
 
 
 _STYLE = """
@@ -144,14 +129,6 @@ def _curve(forecast: Forecast) -> str:
     return f"<svg viewBox='0 0 {_WIDTH} 222'>{area}{phases}<text x=4 y=14>{peak / GIB:.2f} GiB</text></svg>"
 
 
-def _few_blocks(forecast: Forecast) -> tuple[float, float]:
-    """Return a window of three blocks' backward, in the middle of it."""
-    backward = [span for span in forecast.cost.spans if span.phase == "backward"]
-    start, end = (backward[0].start, backward[-1].end) if backward else (0.0, forecast.cost.seconds)
-    middle, width = (start + end) / 2, 3 * (end - start) / max(3, forecast.trace.depth)
-    return middle - width / 2, middle + width / 2
-
-
 def _timeline(forecast: Forecast, start: float, end: float) -> str:
     """Draw what each stream does from ``start`` to ``end``; spans that touch are one."""
     scale = 880 / (end - start)
@@ -170,11 +147,9 @@ def _timeline(forecast: Forecast, start: float, end: float) -> str:
     for number, (name, drawn) in enumerate(lanes.items()):
         top, colour = number * 26, _LANES.get(name, "#5aa469")
         parts.append(f"<text x=0 y={top + 15}>{escape(name)}</text>")
-        parts += [
-            f"<rect x={120 + x:.1f} y={top + 3} width={max(width, 0.3):.1f} height=17 "
-            f"fill={colour}><title>{escape(what)}</title></rect>"
-            for x, width, what in drawn
-        ]
+        for x, width, what in drawn:
+            box = f"<rect x={120 + x:.1f} y={top + 3} width={max(width, 0.3):.1f} height=17 fill={colour}>"
+            parts.append(f"{box}<title>{escape(what)}</title></rect>")
     return f"<svg viewBox='0 0 {_WIDTH} {len(lanes) * 26 + 6}'>{''.join(parts)}</svg>"
 
 
@@ -216,17 +191,13 @@ def _mesh(forecast: Forecast) -> str:
 
 
 def _collectives(forecast: Forecast) -> str:
-    head = (
-        "<tr><th>phase<th>kind<th>axis<th class=n>count<th class=n>MiB each<th>dtype<th>where<th class=n>ms "
-        "together</tr>"
-    )
-    body = "".join(
-        f"<tr><td>{row['phase']}<td>{row['kind']}<td>{row['axis']}={row['ranks']}<td class=n>{row['count']:,}<td "
-        f"class=n>{row['bytes'] / 2**20:,.3f}<td>{row['dtype']}<td>{row['where']}<td "
-        f"class=n>{row['seconds'] * 1e3:,.2f}</tr>"
-        for row in rows(forecast)
-    )
-    return f"<table>{head}{body}</table>"
+    head = "<th>phase<th>kind<th>axis<th class=n>count<th class=n>MiB each<th>dtype<th>where<th class=n>ms together"
+    body = ""
+    for row in rows(forecast):
+        sizes = f"<td class=n>{row['count']:,}<td class=n>{row['bytes'] / 2**20:,.3f}<td>{row['dtype']}"
+        where = f"<td>{row['where']}<td class=n>{row['seconds'] * 1e3:,.2f}"
+        body += f"<tr><td>{row['phase']}<td>{row['kind']}<td>{row['axis']}={row['ranks']}{sizes}{where}</tr>"
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def _lints(forecast: Forecast) -> str:
@@ -239,24 +210,18 @@ def _lints(forecast: Forecast) -> str:
 
 def _ranking(ranking: Ranking) -> str:
     head = "<tr><th>settings<th class=n>tokens/s<th class=n>peak GiB<th class=n>reserved GiB<th></tr>"
-    body = "".join(
-        f"<tr><th colspan=5>{escape(group_title(ranking.groups, number))}</tr>" + "".join(map(_row, group[:_SHOWN]))
-        for number, group in enumerate(ranking.groups[:3])
-    )
-    out = "".join(
-        f"<tr><td>{escape(str(candidate.settings))}<td>{escape(candidate.problem)}</tr>"
-        for candidate in sorted(ranking.out, key=lambda e: e.peak)[:_SHOWN]
-    )
+    body = ""
+    for number, group in enumerate(ranking.groups[:3]):
+        body += f"<tr><th colspan=5>{escape(group_title(ranking.groups, number))}</tr>"
+        for candidate in group[:_SHOWN]:
+            least, largest = (size / GIB for size in reserved_range(candidate.peak))
+            speed = f"<td class=n>{candidate.tokens_per_second:,.0f}<td class=n>{candidate.peak / GIB:.1f}"
+            room = f"<td class=n>{least:.0f} to {largest:.0f}<td>{candidate.verdict}"
+            body += f"<tr><td>{escape(str(candidate.settings))}{speed}{room}</tr>"
+    closest = sorted(ranking.out, key=lambda candidate: candidate.peak)[:_SHOWN]
+    out = "".join(f"<tr><td>{escape(str(lost.settings))}<td>{escape(lost.problem)}</tr>" for lost in closest)
     rest = f"<h2>Settings that do not ({len(ranking.out)}), the nearest to fitting first</h2><table>{out}</table>"
     return f"<table>{head}{body}</table>{rest if out else ''}"
-
-
-def _row(candidate: Candidate) -> str:
-    least, largest = (size / GIB for size in reserved_range(candidate.peak))
-    return (
-        f"<tr><td>{escape(str(candidate.settings))}<td class=n>{candidate.tokens_per_second:,.0f}<td "
-        f"class=n>{candidate.peak / GIB:.1f}<td class=n>{least:.0f} to {largest:.0f}<td>{candidate.verdict}</tr>"
-    )
 
 
 def _time(seconds: float) -> str:

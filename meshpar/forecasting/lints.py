@@ -10,8 +10,7 @@ from meshpar.forecasting.cost import Cost, placement, sending_time
 from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.trace import Collective, Event, Trace
 
-_SMALLEST = 0.005
-"""Part of the step, or of the device's memory, below which nothing is said."""
+_SMALLEST = 0.005  # part of the step, or of the device's memory, below which nothing is said
 
 
 @final
@@ -54,13 +53,12 @@ def _tensor_parallel(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[
     gathers = _sent(trace, "forward", "tp", "all_gather", in_blocks=True)
     calls = trace.depth * sum(phase.name == "forward" for phase in trace.phases)
     if len(gathers) > 2 * calls:
-        yield Lint(
-            name="redundant tensor-parallel collectives",
-            text=f"{len(gathers) // calls} all-gathers a block forward where 2 would do (and as many "
-            "more reductions in backward): give attention and feed-forward layer the style 'region', so that "
-            "their projections share one",
-            seconds=2 * (len(gathers) - 2 * calls) * sending_time(gathers[0], hardware),
+        text = (
+            f"{len(gathers) // calls} all-gathers a block forward where 2 would do (and as many more reductions in "
+            "backward): give attention and feed-forward layer the style 'region', so that their projections share one"
         )
+        seconds = 2 * (len(gathers) - 2 * calls) * sending_time(gathers[0], hardware)
+        yield Lint(name="redundant tensor-parallel collectives", text=text, seconds=seconds)
 
 
 def _sent(trace: Trace, phase: str, axis: str, kind: str, *, in_blocks: bool | None = None) -> list[Collective]:
@@ -85,12 +83,12 @@ def _padding(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
     waste = trace.exact["parameters"] / 4 * shards / (trace.parameters / trace.axes.get("tp", 1)) - 1
     if waste > 0.01:
         seconds = sum(sending_time(gather, hardware) for gather in gathers) / passes * waste / (1 + waste)
+        text = (
+            f"{waste:.0%} of what dp_shard={shards} gathers is padding, because parameters' first dims do not divide "
+            "by it: fewer shards with replicas beside them (HybridShard), or more tensor parallelism"
+        )
         yield Lint(
-            name="padding",
-            text=f"{waste:.0%} of what dp_shard={shards} gathers is padding, because parameters' first dims do not "
-            "divide by it: fewer shards with replicas beside them (HybridShard), or more tensor parallelism",
-            seconds=seconds,
-            size=int(trace.exact["parameters"] * waste / (1 + waste)),
+            name="padding", text=text, seconds=seconds, size=int(trace.exact["parameters"] * waste / (1 + waste))
         )
 
 

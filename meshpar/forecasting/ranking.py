@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 
@@ -13,7 +13,18 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.forecasting.cost import ERROR_RANGE
 from meshpar.forecasting.hardware import RESERVED_RANGE, Verdict, reserved_range
 from meshpar.forecasting.report import GIB, Forecast
-from meshpar.passes import ActivationCheckpoint, FullyShard, HybridShard, Pass, PipelineParallel, TensorParallel
+from meshpar.passes import (
+    ActivationCheckpoint,
+    FullyShard,
+    HybridShard,
+    Pass,
+    PipelineParallel,
+    Replicate,
+    TensorParallel,
+)
+
+VARIED = (PipelineParallel, TensorParallel, ActivationCheckpoint, FullyShard, HybridShard, Replicate)
+"""The passes that a search chooses itself, with their options."""
 
 
 def axes_of(passes: Sequence[Pass]) -> set[str]:
@@ -81,9 +92,7 @@ class Settings:
         return f"{self.mesh()}; micro-batch {self.micro_batch}{staged}; {again}{gathered}{world}"
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """Settings, the tokens per second of all ranks, the peak bytes of tensors, and why they are out, if they are."""
 
     settings: Settings
@@ -93,9 +102,7 @@ class Candidate:
     problem: str = ""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
+class Ranking(NamedTuple):
     """Forecasts of the best, groups of alike speed (fastest first, what fits before what may fit), and what is out."""
 
     best: tuple[Forecast, ...]
@@ -125,8 +132,7 @@ def gib_reserved(peak: int) -> str:
     return f"{least / GIB:.0f} to {largest / GIB:.0f}"
 
 
-_SHOWN = 10
-"""Settings of the first group in the text; of each later one, and of those that are out, half as many."""
+_SHOWN = 10  # settings of the first group in the text; of each later one, and of those that are out, half as many
 
 
 def ranking_text(ranking: Ranking) -> str:

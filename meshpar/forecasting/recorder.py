@@ -243,16 +243,12 @@ class Recorder(TorchDispatchMode):
             self._fuse()
         elif moved:
             self._fusion.add(args, kwargs, outputs)
-        self._append(
-            "compute",
-            operators.name_of(func),
-            recomputed=self.recomputing,
-            flops=operators.floating_point(func, shape),
-            moved=moved,
-            fused=0 if self._fusion.open and moved else moved,
-            shape=shape,
-            dtype=operators.computing_dtype(func, outputs),
-        )
+        work = {"flops": operators.floating_point(func, shape), "moved": moved, "shape": shape}
+        work |= {
+            "fused": 0 if self._fusion.open and moved else moved,
+            "dtype": operators.computing_dtype(func, outputs),
+        }
+        self._append("compute", operators.name_of(func), recomputed=self.recomputing, **work)
 
     def _collective(self, func: Any, args: Any, outputs: list[Tensor]) -> None:
         group = find_group(func, args)
@@ -300,11 +296,5 @@ class Recorder(TorchDispatchMode):
 
     def _watch(self, tensor: Tensor, holder: str = "") -> Storage | None:
         """Note the storage of ``tensor``; None: it is known."""
-        return self._memory.watch(
-            tensor.untyped_storage(),
-            holder=holder,
-            stream=self._stream(),
-            recomputed=self.recomputing,
-            outside=not self.scope,
-            after_blocks=self.in_blocks,
-        )
+        where = {"stream": self._stream(), "outside": not self.scope, "after_blocks": self.in_blocks}
+        return self._memory.watch(tensor.untyped_storage(), holder=holder, recomputed=self.recomputing, **where)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from meshpar.core.mesh import MeshSpec
 from meshpar.forecasting.cost import ERROR_RANGE, Cost, placement, sending_time
@@ -83,7 +83,10 @@ def text(forecast: Forecast) -> str:
     """Return the report of one forecast for a terminal."""
     screen = need("rich.console").Console(file=io.StringIO(), width=_WIDTH, force_terminal=False)
     screen.print(forecast.title, highlight=False)
-    screen.print(_verdict(forecast), highlight=False)
+    how = "every block replayed" if forecast.replayed == "all" else "extrapolated from a few blocks"
+    verdict = forecast.verdict if forecast.fits else forecast.verdict.upper()
+    peak = f"peak {forecast.memory.peak / GIB:.2f} GiB ({how}), {reserved_text(forecast)}: {verdict}"
+    screen.print(peak, highlight=False)
     screen.print(_memory(forecast))
     screen.print(_collectives(forecast))
     screen.print(_time(forecast))
@@ -98,7 +101,12 @@ def text(forecast: Forecast) -> str:
 
 def as_data(forecast: Forecast) -> dict[str, Any]:
     """Return the forecast as JSON-able data; sizes in bytes, times in seconds."""
-    trace, timed = forecast.trace, forecast.cost
+    trace, timed, memory = forecast.trace, forecast.cost, forecast.memory
+    reserved, speed = list(reserved_range(memory.peak)), timed.tokens_per_second
+    step = {"seconds": timed.seconds, "range": list(forecast.seconds), "tokens_per_second": speed}
+    step |= {"tokens_per_second_per_rank": speed / forecast.world_size, "mfu": timed.mfu, "idle": timed.idle}
+    step |= {"computing": dict(timed.computing), "exposed": dict(timed.exposed)}
+    lints = [asdict(lint) for lint in forecast.lints]
     return {
         "title": forecast.title,
         "mesh": dict(forecast.mesh.axes),
@@ -110,68 +118,38 @@ def as_data(forecast: Forecast) -> dict[str, Any]:
         "rank_bytes": dict(trace.exact),
         "fits": forecast.fits,
         "verdict": forecast.verdict,
-        "peak": {
-            "bytes": forecast.memory.peak,
-            "held": dict(forecast.memory.held),
-            "event": forecast.memory.event,
-            "reserved": list(reserved_range(forecast.memory.peak)),
-        },
+        "peak": {"bytes": memory.peak, "held": dict(memory.held), "event": memory.event, "reserved": reserved},
         "memory": {"bytes": forecast.hardware.memory, "reserved": forecast.hardware.reserved},
         "collectives": rows(forecast),
         "stages": stage_rows(forecast),
         "flops": {"all": trace.flops(), "without_recomputation": trace.flops(recomputed=False)},
-        "step": {
-            "seconds": timed.seconds,
-            "range": list(forecast.seconds),
-            "tokens_per_second": timed.tokens_per_second,
-            "tokens_per_second_per_rank": timed.tokens_per_second / forecast.world_size,
-            "mfu": timed.mfu,
-            "computing": dict(timed.computing),
-            "exposed": dict(timed.exposed),
-            "idle": timed.idle,
-        },
-        "lints": [
-            {"name": lint.name, "text": lint.text, "seconds": lint.seconds, "bytes": lint.size}
-            for lint in forecast.lints
-        ],
+        "step": step,
+        "lints": [{"bytes": lint.pop("size"), **lint} for lint in lints],
     }
 
 
 def rows(forecast: Forecast) -> list[dict[str, Any]]:
     """Return like collectives joined: phase, kind, axis, how many, bytes of each, where, and their seconds together."""
-    counted = Counter(forecast.trace.collectives())
-    return [
-        {
-            "phase": phase,
-            "kind": sent.kind,
-            "axis": sent.axis,
-            "ranks": sent.ranks,
-            "count": count,
-            "bytes": sent.size,
-            "dtype": sent.dtype,
-            "where": _where(sent, forecast),
-            "seconds": count * sending_time(sent, forecast.hardware),
-        }
-        for (phase, sent), count in counted.items()
-    ]
+    data = []
+    for (phase, sent), count in Counter(forecast.trace.collectives()).items():
+        seconds = count * sending_time(sent, forecast.hardware)
+        row = {"phase": phase, "kind": sent.kind, "axis": sent.axis, "ranks": sent.ranks, "count": count}
+        row |= {"bytes": sent.size, "dtype": sent.dtype, "where": _where(sent, forecast), "seconds": seconds}
+        data.append(row)
+    return data
 
 
 def stage_rows(forecast: Forecast) -> list[dict[str, Any]]:
     """Return what each stage holds, computes, sends and waits for (``waiting``: the bubble); none without stages."""
     stages = list[dict[str, Any]]()
     for trace, timed in zip(forecast.trace.stages, forecast.cost.stages, strict=True):
-        sent = [sent for _, sent in trace.collectives() if sent.peer >= 0]
-        stages.append(
-            {
-                "blocks": trace.depth,
-                "bytes": trace.memory().peak,
-                "micro_batches": trace.live(),
-                "activations": trace.memory().held.get("activations", 0),
-                "sent": sum(message.size for message in sent if message.kind == "send"),
-                "computing": sum(timed.computing.values()),
-                "waiting": timed.exposed.get(sent[0].axis, 0.0),
-            }
-        )
+        messages, memory = [sent for _, sent in trace.collectives() if sent.peer >= 0], trace.memory()
+        row: dict[str, Any] = {"blocks": trace.depth, "bytes": memory.peak, "micro_batches": trace.live()}
+        row["activations"] = memory.held.get("activations", 0)
+        row["sent"] = sum(message.size for message in messages if message.kind == "send")
+        row["computing"] = sum(timed.computing.values())
+        row["waiting"] = timed.exposed.get(messages[0].axis, 0.0)
+        stages.append(row)
     return stages
 
 
@@ -196,12 +174,6 @@ def _stages(forecast: Forecast) -> Table:
 def _where(sent: Collective, forecast: Forecast) -> str:
     on_node, nodes = placement(sent, forecast.hardware)
     return "in a node" if nodes == 1 else f"{nodes} nodes" if on_node == 1 else f"{nodes} nodes of {on_node}"
-
-
-def _verdict(forecast: Forecast) -> str:
-    how = "every block replayed" if forecast.replayed == "all" else "extrapolated from a few blocks"
-    verdict = forecast.verdict if forecast.fits else forecast.verdict.upper()
-    return f"peak {forecast.memory.peak / GIB:.2f} GiB ({how}), {reserved_text(forecast)}: {verdict}"
 
 
 def reserved_text(forecast: Forecast) -> str:
@@ -255,9 +227,7 @@ def _time(forecast: Forecast) -> Table:
     return _table("Time of a step", "|", lines)
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Feedback:
+class Feedback(NamedTuple):
     """Forecast against measured: lines to print, and warnings where they differ by more than the forecast allows."""
 
     lines: tuple[str, ...]

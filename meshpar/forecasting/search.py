@@ -18,35 +18,22 @@ import meshpar.forecasting.staged as staged
 from meshpar.core.errors import MeshparError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
-from meshpar.forecasting.api import evaluated, probes, traces_of
+from meshpar.forecasting.api import Simulate, evaluated, probes, traces_of
 from meshpar.forecasting.cost import cost, sending_time
 from meshpar.forecasting.extrapolate import deepened, on_mesh, widened
 from meshpar.forecasting.hardware import Hardware, reserved_range
-from meshpar.forecasting.ranking import Candidate, Ranking, Settings, alike, axes_of, gib_reserved
+from meshpar.forecasting.ranking import VARIED, Candidate, Ranking, Settings, alike, axes_of, gib_reserved
 from meshpar.forecasting.simulate import ONE_BY_ONE, Depths, Simulation, simulate
 from meshpar.forecasting.staged import Shape, Stages, costs_of_blocks, even_stages
 from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import StepMemory, Trace, all_reduce
-from meshpar.passes import (
-    ActivationCheckpoint,
-    ContextParallel,
-    ExpertParallel,
-    FullyShard,
-    HybridShard,
-    Pass,
-    PipelineParallel,
-    Replicate,
-    TensorParallel,
-)
+from meshpar.passes import ContextParallel, ExpertParallel, Pass
 from meshpar.plan import Plan
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
 STAGES = (2, 4, 8, 16)
 LONG = 16384  # tokens of a sample from which the search also splits sequences over cp
-VARIED = (PipelineParallel, TensorParallel, ActivationCheckpoint, FullyShard, HybridShard, Replicate)
-"""The passes that a search chooses itself, with their options."""
-_Simulate = Callable[[Sequence[Simulation]], list[Trace]]
 
 
 class _Family(NamedTuple):
@@ -57,8 +44,7 @@ class _Family(NamedTuple):
     reshard: bool
 
 
-_Pairs = dict[tuple[_Family, int], tuple[Trace, Trace]]
-"""A family and a micro-batch -> the traces of its probes."""
+_Pairs = dict[tuple[_Family, int], tuple[Trace, Trace]]  # a family and a micro-batch -> the traces of its probes
 
 
 def search(
@@ -97,7 +83,7 @@ def search(
     question = _Search(model, layout, depths, batch, hardware, rest, base)
     workers = workers or min(8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
-    def simulates(what: str) -> _Simulate:
+    def simulates(what: str) -> Simulate:
         report = None if progress is None else functools.partial(progress, what)
         return functools.partial(simulate, workers=workers, progress=report)
 
@@ -194,7 +180,7 @@ def _split_in_nodes(question: _Search) -> Iterator[_Search]:
 
 
 def _candidates(
-    question: _Search, families: Iterable[_Family], micro_batches: Sequence[int], simulates: _Simulate
+    question: _Search, families: Iterable[_Family], micro_batches: Sequence[int], simulates: Simulate
 ) -> Iterator[Candidate]:
     """Yield all settings of some families with estimates; if nothing fits, larger micro-batches are not simulated."""
     count = sum(parameter.numel() for parameter in question.model.parameters())
@@ -238,7 +224,7 @@ def _widen(probed: _Pairs, family: _Family, size: int) -> bool:
     return True
 
 
-def _probe(question: _Search, wanted: Sequence[tuple[_Family, int]], simulates: _Simulate) -> _Pairs:
+def _probe(question: _Search, wanted: Sequence[tuple[_Family, int]], simulates: Simulate) -> _Pairs:
     pairs = [probes(_typical(question, *family), question.depths) for family in wanted]
     if any(len(pair) != 2 for pair in pairs):
         raise MeshparError(f"a model of {question.depths.blocks} blocks has none to spare for probes; {ONE_BY_ONE}")
@@ -247,7 +233,7 @@ def _probe(question: _Search, wanted: Sequence[tuple[_Family, int]], simulates: 
 
 
 def _deepen(
-    question: _Search, wanted: Sequence[tuple[_Family, int]], probed: _Pairs, simulates: _Simulate
+    question: _Search, wanted: Sequence[tuple[_Family, int]], probed: _Pairs, simulates: Simulate
 ) -> dict[tuple[_Family, int], Trace]:
     """Return traces of the whole depth; what cannot be extrapolated is simulated, and joins ``probed``."""
     whole, uneven = dict[tuple[_Family, int], Trace](), list[tuple[_Family, int]]()
@@ -277,14 +263,10 @@ def _degrees(question: _Search) -> tuple[list[int], list[Candidate]]:
 
 def _simulation(question: _Search, settings: Settings, *, ranks_per_node: int | None = None) -> Simulation:
     mesh = settings.job()
-    return Simulation(
-        plan=Plan(MeshSpec(mesh.axes, ranks_per_node=ranks_per_node), settings.passes()),
-        model=question.model,
-        layout=question.layout,
-        batch=replace(question.batch, micro_batch=settings.micro_batch, accumulate=settings.micro_batches),
-        world_size=mesh.size,
-        replicas=settings.mesh().size // mesh.size,
-    )
+    plan = Plan(MeshSpec(mesh.axes, ranks_per_node=ranks_per_node), settings.passes())
+    batch = replace(question.batch, micro_batch=settings.micro_batch, accumulate=settings.micro_batches)
+    sizes = {"world_size": mesh.size, "replicas": settings.mesh().size // mesh.size}
+    return Simulation(plan=plan, model=question.model, layout=question.layout, batch=batch, **sizes)
 
 
 def _typical(question: _Search, family: _Family, size: int) -> Simulation:
@@ -339,7 +321,7 @@ def _estimates(
 
 
 def _staged(
-    question: _Search, families: Sequence[_Family], size: int, stages: Sequence[int], simulates: _Simulate
+    question: _Search, families: Sequence[_Family], size: int, stages: Sequence[int], simulates: Simulate
 ) -> Iterator[Candidate]:
     """Yield the settings over stages, with what they are estimated to do, or why the model cannot be cut."""
     jobs, replicas = list[Simulation](), 2 if question.replicates else 1

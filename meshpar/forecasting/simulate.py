@@ -38,8 +38,7 @@ from meshpar.plan import Plan
 from meshpar.state import initialize
 from meshpar.tensors.placements import buckets, local_tensor, summed_in
 
-ALLOCATOR_ROUNDING = 512
-"""Bytes to which torch's CUDA allocator rounds every request."""
+ALLOCATOR_ROUNDING = 512  # bytes to which torch's CUDA allocator rounds every request
 ONE_BY_ONE = "forecast its plans one by one"
 """What helps where a few blocks do not represent a model: a forecast then simulates all of them."""
 PROCESS = "meshpar-forecast"
@@ -93,7 +92,8 @@ def simulate(
         results: list[Any] = [None] * len(jobs)
         try:
             while progress is not None and any(process.poll() is None for process in running):
-                progress(sum(map(_done, places)), len(jobs))
+                counts = (place.with_suffix(".done") for place in places)
+                progress(sum(count.stat().st_size for count in counts if count.exists()), len(jobs))
                 time.sleep(_LOOK_S)
             ended = [process.wait() for process in running]
             for number, where in enumerate(places):
@@ -145,11 +145,6 @@ def read_jobs(where: Path) -> Iterator[Simulation]:
     preparation, jobs = pickle.loads(where.with_suffix(".jobs").read_bytes())
     spawn.prepare(preparation)
     return map(pickle.loads, jobs)
-
-
-def _done(where: Path) -> int:
-    counted = where.with_suffix(".done")
-    return counted.stat().st_size if counted.exists() else 0
 
 
 def _collect(where: Path, places: Sequence[Path], ended: Sequence[int]) -> list[Trace]:
@@ -251,15 +246,9 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
         device.begin(recorder)
         batches = [job.batch.tensors(par.device) for _ in range(job.batch.accumulate)]
         reduce = (lambda: None) if job.replicas == 1 else partial(_sum_over_replicas, job, par.module, recorder)
+        teachers, each = [teacher.module for teacher in frozen], job.batch.reduce_each
         trace = record_step(
-            par,
-            optimizer,
-            batches,
-            loss=job.loss,
-            reduce_each=job.batch.reduce_each,
-            reduce=reduce,
-            beside=[teacher.module for teacher in frozen],
-            recorder=recorder,
+            par, optimizer, batches, loss=job.loss, reduce_each=each, reduce=reduce, beside=teachers, recorder=recorder
         )
         device.begin(None)
     return replace(trace, compiled=compiled, axes=dict(job.mesh.axes), data_size=trace.data_size * job.replicas)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import final
+from typing import NamedTuple, final
 
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
@@ -50,9 +50,7 @@ def probes(job: Simulation, depths: Depths) -> list[Simulation]:
     return [probe(least), probe(least + 1)]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Shape(NamedTuple):
     """How layers are divided: blocks of each stage, the schedule, micro-batches of a step, and ranks of a stage."""
 
     blocks: tuple[int, ...]
@@ -118,20 +116,18 @@ class Stages:
             brief, times = self._brief[kind, blocks], (blocks - few.depth) / (more.depth - few.depth)
             part = brief.axes["dp_shard"] / few.axes["dp_shard"]
 
-            def resized(sizes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+            def resize(sizes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
                 return tuple((holder, int(size * part) if holder in _SHARDED else size) for holder, size in sizes)
 
-            phases = tuple(
-                Phase(
-                    name=phase.name,
-                    events=tuple(
-                        replace(event, moved=int(a.moved + times * (b.moved - a.moved)), memory=resized(event.memory))
-                        for event, a, b in zip(phase.events, one.events, other.events, strict=True)
-                    ),
-                )
-                for phase, one, other in zip(brief.phases, few.phases, more.phases, strict=True)
-            )
-            return replace(few, depth=blocks, held=dict(resized(brief.held.items())), phases=phases)
+            def estimate(phase: Phase, first: Phase, second: Phase) -> Phase:
+                events = list[Event]()
+                for event, a, b in zip(phase.events, first.events, second.events, strict=True):
+                    moved = int(a.moved + times * (b.moved - a.moved))
+                    events.append(replace(event, moved=moved, memory=resize(event.memory)))
+                return Phase(name=phase.name, events=tuple(events))
+
+            phases = tuple(map(estimate, brief.phases, few.phases, more.phases))
+            return replace(few, depth=blocks, held=dict(resize(brief.held.items())), phases=phases)
 
         return of
 

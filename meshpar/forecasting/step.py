@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from meshpar._torch.modules import held_part
 from meshpar._torch.pytree import tree_leaves
@@ -27,6 +28,8 @@ from meshpar.passes.elsewhere import all_parameters
 from meshpar.passes.pipeline.running import Layers
 from meshpar.step.run import fact_of
 from meshpar.tensors.placements import local_tensor
+
+_Batches = Sequence[Mapping[str, Tensor]]
 
 
 @final
@@ -122,8 +125,8 @@ class ObjectiveLoss:
 
 def record_step(
     par: Parallelized,
-    optimizer: torch.optim.Optimizer,
-    batches: Sequence[Mapping[str, Tensor]],
+    optimizer: Optimizer,
+    batches: _Batches,
     *,
     loss: Loss = summed_token_loss,
     clip: float = 1.0,
@@ -212,11 +215,7 @@ def axis_groups(par: Parallelized, beside: Sequence[nn.Module] = ()) -> dict[str
 
 
 def hold_state(
-    recorder: Recorder,
-    par: Parallelized,
-    optimizer: torch.optim.Optimizer,
-    batches: Sequence[Mapping[str, Tensor]],
-    beside: Sequence[nn.Module],
+    recorder: Recorder, par: Parallelized, optimizer: Optimizer, batches: _Batches, beside: Sequence[nn.Module]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Tell the recorder what is there before the step; returns bytes as allocated, and to the byte."""
     modules = (par.module, *beside)
@@ -237,13 +236,13 @@ def hold_state(
 def _scopes(recorder: Recorder, par: Parallelized) -> Iterator[None]:
     """Let the recorder know in which block the step is, forward, backward and recomputing."""
 
-    def begin(name: str, args: object) -> None:
+    def begin(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         recorder.recomputing = recorder.phases[-1][0] == "backward"
         recorder.enter(name)
         if not recorder.recomputing:
-            _at_gradient(args, lambda: recorder.enter(""))  # the last thing that a block's backward makes
+            _at_gradient((args, kwargs), lambda: recorder.enter(""))  # the last thing that a block's backward makes
 
-    def end(name: str, output: object) -> None:
+    def end(name: str, _: nn.Module, args: Any, output: Any) -> None:
         if recorder.phases[-1][0] == "backward":
             recorder.recomputing = False
             return
@@ -252,10 +251,8 @@ def _scopes(recorder: Recorder, par: Parallelized) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, block in find_blocks(par.module, par.layout):
-            before = partial(lambda name, _, args, kwargs: begin(name, (args, kwargs)), name)
-            behind = partial(lambda name, _, args, output: end(name, output), name)
-            stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(block.register_forward_hook(behind, always_call=True).remove)
+            stack.callback(block.register_forward_pre_hook(partial(begin, name), with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(partial(end, name), always_call=True).remove)
         yield
 
 

@@ -179,11 +179,10 @@ class StepMemory:
     end: int
 
 
-_DEFAULTS = asdict(Event(kind="compute", name="")) | {"kind": ""} | {"kind": ""}
+_DEFAULTS = asdict(Event(kind="compute", name="")) | {"kind": ""}
 
 
 def _pack(event: Event) -> dict[str, Any]:
-    """Return the fields that differ from an event without a kind, whose name is empty."""
     return {name: value for name, value in asdict(event).items() if value != _DEFAULTS[name] or name == "name"}
 
 

@@ -163,8 +163,10 @@ class Muon(torch.optim.Optimizer):
 
         def put(piece: OwnedMatrix, place: Place, update: Tensor) -> None:
             group, part = matrices[piece.parameter][1], weights[piece.parameter][place]
-            rate = float(group["lr"]) * adjusted(group["adjust_lr_fn"], piece.shape)
-            part.add_(update.to(part.device), alpha=-rate)
+            rows, columns = piece.shape  # the factors of the learning rate are torch.optim.Muon's
+            by_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+            factor = 0.2 * math.sqrt(max(rows, columns)) if by_adamw else math.sqrt(max(1, rows / columns))
+            part.add_(update.to(part.device), alpha=-float(group["lr"]) * factor)
 
         for owners, one_round, like in self._plan(matrices):
             owners.run(one_round, part_of, compute, put, like)
@@ -205,12 +207,6 @@ def orthogonal(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: f
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.T if tall else wide
-
-
-def adjusted(how: str | None, shape: Sequence[int]) -> float:
-    """Return the factor of the learning rate for a matrix of ``shape``, as torch.optim.Muon has it."""
-    rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if how == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
 
 
 def _device(parameter: Tensor) -> torch.device:

@@ -42,8 +42,7 @@ class OwnedMatrix:
         return tuple(overlap) if all(span.start < span.stop for span in overlap) else None
 
 
-Parts = list[tuple[OwnedMatrix, Place]]
-"""Parts of matrices, each a place in the whole parameter."""
+Parts = list[tuple[OwnedMatrix, Place]]  # parts of matrices, each a place in the whole parameter
 
 
 class Round(NamedTuple):

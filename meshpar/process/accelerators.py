@@ -8,26 +8,17 @@ import torch
 
 _HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float8": 1979e12}
 
+# fmt: off
+_BFLOAT16_TERA = {
+    "A10": 125, "A10G": 70, "A30": 165, "A40": 149.7, "L4": 121, "L40": 181, "L40S": 362, "H100 PCIe": 756,
+    "H100 NVL": 835, "RTX 3090": 71, "RTX 4090": 165.2, "MI250X": 383, "MI300X": 1307.4, "MI325X": 1307.4,
+}
+# fmt: on
 PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "A100": {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
-    "A10": {"bfloat16": 125e12},
-    "A10G": {"bfloat16": 70e12},
-    "A30": {"bfloat16": 165e12},
-    "A40": {"bfloat16": 149.7e12},
-    "L4": {"bfloat16": 121e12},
-    "L40": {"bfloat16": 181e12},
-    "L40S": {"bfloat16": 362e12},
-    "H100": _HOPPER,
-    "H100 PCIe": {"bfloat16": 756e12},
-    "H100 NVL": {"bfloat16": 835e12},
-    "H200": _HOPPER,
-    "GH200": _HOPPER,
     "B200": {"bfloat16": 2250e12, "float16": 2250e12, "float32": 80e12, "float8": 4500e12},
-    "RTX 3090": {"bfloat16": 71e12},
-    "RTX 4090": {"bfloat16": 165.2e12},
-    "MI250X": {"bfloat16": 383e12},
-    "MI300X": {"bfloat16": 1307.4e12},
-    "MI325X": {"bfloat16": 1307.4e12},
+    **dict.fromkeys(("H100", "H200", "GH200"), _HOPPER),
+    **{name: {"bfloat16": tera * 1e12} for name, tera in _BFLOAT16_TERA.items()},
 }
 """Name -> dtype -> FLOP/s of one device, dense with float32 accumulation, from the vendors' data sheets."""
 

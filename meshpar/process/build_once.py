@@ -40,8 +40,14 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
             temporary = on_the_way(folder, "tmp")
             temporary.mkdir()
             try:
-                with _room(temporary):
+                try:
                     build(temporary)
+                except Exception as error:
+                    number = error.errno if isinstance(error, OSError) else None
+                    # A library in Rust has no number, and says it.
+                    if number in _NO_ROOM or any(str(error).endswith(f"(os error {code})") for code in _NO_ROOM):
+                        raise _unwritable(temporary, error) from error
+                    raise
                 try:
                     os.rename(temporary, folder)
                 except OSError as error:
@@ -54,18 +60,6 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
             raise  # of what build reads
         raise _unwritable(folder, error) from error
     return folder
-
-
-@contextmanager
-def _room(folder: Path) -> Iterator[None]:
-    """Convert the error of a write to a full disk, also that of a library in Rust, which has no number."""
-    try:
-        yield
-    except Exception as error:
-        number = error.errno if isinstance(error, OSError) else None
-        if number in _NO_ROOM or any(str(error).endswith(f"(os error {code})") for code in _NO_ROOM):
-            raise _unwritable(folder, error) from error
-        raise
 
 
 def _unwritable(folder: Path, error: Exception) -> RecipeError:

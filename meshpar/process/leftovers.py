@@ -15,12 +15,9 @@ from typing import Any, Literal, TypeVar, final
 from zlib import crc32
 
 P = TypeVar("P", bound=Any)  # a path, or a place in a store
-ABANDONED_S = 6 * 3600.0
-"""Seconds without a change in a folder after which another host's process counts as dead."""
-LEASE_S = 120.0
-"""Seconds since a change in a folder in which another host's process counts as writing it."""
-NOBODY = 0
-"""The process in the name of a folder that its own process could not remove."""
+ABANDONED_S = 6 * 3600.0  # seconds without a change in a folder after which another host's process counts as dead
+LEASE_S = 120.0  # seconds since a change in a folder in which another host's process counts as writing it
+NOBODY = 0  # the process in the name of a folder that its own process could not remove
 _NAME = re.compile(r"(.+)\.(tmp|old)-(.+)-(\d+)-([0-9a-f]+)")
 _ID = uuid.uuid4().hex[:8]  # of this process, where the system does not tell when a process began
 _HOSTS_OWN = "pid:[4026531836]"  # linux/proc_ns.h: PROC_PID_INIT_INO

@@ -42,8 +42,8 @@ def redact(text: str) -> str:
     >>> redact("API request to https://me:pw@host/x?token=t failed")
     'API request to https://***@host/x?token=*** failed'
     """
-    text = _URL.sub(lambda found: _address(found[0]), text)
-    text = _HEADER_IN_TEXT.sub(lambda found: found[1] + HIDDEN, text)
+    text = _URL.sub(lambda match: _address(match[0]), text)
+    text = _HEADER_IN_TEXT.sub(lambda match: match[1] + HIDDEN, text)
     text = _IN_URL.sub(_parameter, text)
     for pattern in (_ASSIGNED, _OPTION):
         text = pattern.sub(_assignment, text)
@@ -53,30 +53,30 @@ def redact(text: str) -> str:
 
 def _address(text: str) -> str:
     """Return URLs, which begin at a ``://``, without users. A password may have / ? #: it ends at the last ``@``."""
-    last = max((found.start() for found in _AT.finditer(text)), default=-1)
-    kept, begin = "", 0
-    for found in _AUTHORITY.finditer(text):
-        start, authority = found.end(), found[1]
+    last = max((match.start() for match in _AT.finditer(text)), default=-1)
+    text_without, begin = "", 0
+    for match in _AUTHORITY.finditer(text):
+        start, authority = match.end(), match[1]
         user, colon, _ = authority.partition(":")
         end = start + authority.rfind("@") if {"<", ">"}.isdisjoint(authority) else -1
         end = last if colon and last > start + len(user) + 1 else end
         if start >= begin and end > start:
-            kept, begin = f"{kept}{text[begin:start]}{HIDDEN}", end
-    return kept + text[begin:]
+            text_without, begin = f"{text_without}{text[begin:start]}{HIDDEN}", end
+    return text_without + text[begin:]
 
 
-def _assignment(found: re.Match[str]) -> str:
+def _assignment(match: re.Match[str]) -> str:
     """Return ``NAME=value``, ``--name value`` or ``"name": "value"``, without the value if it is a credential."""
-    name, value = found["name"].rpartition(".")[2], found["value"].strip("\"'")
+    name, value = match["name"].rpartition(".")[2], match["value"].strip("\"'")
     words = _words(name)
     sure = _CODE.fullmatch(value) is not None if words == ["token"] else _names_secret(words)
-    return found["before"] + HIDDEN if sure and _is_secret(name, value) else found[0]
+    return match["before"] + HIDDEN if sure and _is_secret(name, value) else match[0]
 
 
-def _parameter(found: re.Match[str]) -> str:
+def _parameter(match: re.Match[str]) -> str:
     """Return a parameter of a URL, without its value if that is a credential or a signature."""
-    words = _words(found[1])
-    return f"{found[1]}={HIDDEN}" if _ALWAYS & set(words) or {*words[-1:]} & _SIGNED else found[0]
+    words = _words(match[1])
+    return f"{match[1]}={HIDDEN}" if _ALWAYS & set(words) or {*words[-1:]} & _SIGNED else match[0]
 
 
 def redacted(data: Any) -> Any:  # noqa: ANN401 - plain data
@@ -123,22 +123,21 @@ def secrets_in(data: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[s
 
 def secret_words(words: Iterable[str]) -> list[str]:
     """Return the names of a command's words with a credential: ``--api-key=...``, ``--password ...``, a URL."""
-    found: list[str] = []
-    before = ""
+    names, before = list[str](), ""
     for text in words:
-        count = len(found)
+        count = len(names)
         for word in text.split():
             name, equals, value = word.partition("=")
             if equals and (_is_secret(name.rpartition(".")[2].lstrip("-"), value) or redact(value) != value):
-                found.append(name)
+                names.append(name)
             elif redact(word) != word:
-                found.append(redact(word))
+                names.append(redact(word))
             elif _is_option_of(before, word):
-                found.append(before)
+                names.append(before)
             before = "" if equals else word
-        if len(found) == count and (shown := redact(text)) != text:
-            found.append(shown)
-    return found
+        if len(names) == count and (shown := redact(text)) != text:
+            names.append(shown)
+    return names
 
 
 def _is_option_of(before: object, word: object) -> bool:
@@ -170,9 +169,9 @@ def _names_secret(words: Sequence[str]) -> bool:
 def _is_no_secret(value: object) -> bool:
     """Return whether a value is no credential whatever its name: nothing, a switch, a variable, or where one is."""
     if isinstance(value, Mapping):
-        return all(_is_no_secret(one) for one in value.values()) or {*value} <= _OBJECT
+        return all(map(_is_no_secret, value.values())) or {*value} <= _OBJECT
     if isinstance(value, list | tuple):
-        return all(_is_no_secret(one) for one in value)
+        return all(map(_is_no_secret, value))
     if isinstance(value, str):
         return value.startswith(HIDDEN) or value.lower() in ("", "true", "false") or bool(_VARIABLE.fullmatch(value))
     return value is None or value == b"" or isinstance(value, bool)

@@ -38,13 +38,11 @@ class Lenient:
         self._file = file
 
     def write(self, text: str) -> int:
-        """Write as much as possible."""
         with suppress(*_UNWRITTEN):
             self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Write the text that the stream still holds, if possible."""
         with suppress(*_UNWRITTEN):
             self._file.flush()
 

@@ -100,10 +100,8 @@ class Averaged:
         self._decay: Decay = 0.999 if decay is None else decay
         if power is not None:
             self._decay = lambda updates: (updates / (updates + 1)) ** (power + 1)
-        self._dtype, self._buffers, self._swapped = dtype, buffers, False
-        self._device = None if device is None else torch.device(device)
-        self._every, self._after = every, after
-        self._copies_first = not from_start
+        self._buffers, self._every, self._after = buffers, every, after
+        self._swapped, self._copies_first = False, not from_start
         self.updates = self.calls = 0
         if not callable(self._decay):
             self._weight()
@@ -113,7 +111,10 @@ class Averaged:
                 f"{unmade[0]} has no values yet; call par.materialize(seed=...) or (weights=...) before averaging"
             )
         with torch.no_grad():
-            self._averages = {name: self._copy(tensor) for name, tensor in tensors.items()}
+            self._averages: dict[str, Tensor] = {}
+            for name, tensor in tensors.items():
+                stored = tensor.dtype if dtype is None or tensor.is_complex() else dtype
+                self._averages[name] = tensor.detach().clone().to(device, stored)
         _MADE.setdefault(self._module, weakref.WeakSet()).add(self)
 
     @torch.no_grad()
@@ -205,10 +206,6 @@ class Averaged:
         if self._buffers:
             tensors |= dict(self._module.named_buffers())
         return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() or tensor.is_complex()}
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        copy = tensor.detach().clone()
-        return copy.to(self._device, copy.dtype if self._dtype is None or copy.is_complex() else self._dtype)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         return [(local_tensor(self._averages[name]), local_tensor(tensor)) for name, tensor in self._tensors().items()]

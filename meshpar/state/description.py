@@ -61,17 +61,12 @@ class Description:
 
     def __str__(self) -> str:
         head = ("block", "parameter", "shape", "placement", "dtype", "bytes a rank")
-        body = [
-            (
-                row.block + (f" (x{row.blocks})" if row.blocks > 1 else ""),
-                row.parameter,
-                " x ".join(map(str, row.shape)) or "scalar",
-                row.placements,
-                str(row.dtype).removeprefix("torch."),
-                f"{row.rank_bytes:,}" + (" each" if row.blocks > 1 else ""),
-            )
-            for row in self.rows
-        ]
+        body = []
+        for row in self.rows:
+            times, each = (f" (x{row.blocks})", " each") if row.blocks > 1 else ("", "")
+            shape, dtype = " x ".join(map(str, row.shape)) or "scalar", str(row.dtype).removeprefix("torch.")
+            cells = (row.block + times, row.parameter, shape, row.placements, dtype, f"{row.rank_bytes:,}{each}")
+            body.append(cells)
         lines, optimizer = table(head, body), "optimizer state of unknown size"
         if self.optimizer_bytes is not None:
             optimizer = f"{_size(self.optimizer_bytes)} of AdamW state"

@@ -6,8 +6,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,9 +118,7 @@ def from_source(
         )
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """How weights fit a model: the names that hold each tensor, those that modules rebuild, problems and remedies."""
 
     source: WeightSource
@@ -159,7 +156,9 @@ def compared(
     for name, tensor in wanted.items():
         offers = {other: (tuple(shapes[other]), dtypes.get(other, tensor.dtype)) for other in stored[name]}
         problems += _misfits(name, tensor, offers, cast=cast) if name not in rebuilt else ()
-    used = ignored.union(*stored.values(), _not_stored(module), tensors_elsewhere(run_of(module)))
+    # Buffers that modules compute: no file needs to hold them, and old ones may.
+    computed = {name for name, _ in module.named_buffers(remove_duplicate=False)} - wanted.keys()
+    used = ignored.union(*stored.values(), computed, tensors_elsewhere(run_of(module)))
     unexpected = [
         f"unexpected: {in_files[name]} {tuple(shape)}"
         for name, shape in shapes.items()
@@ -196,11 +195,6 @@ def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     scaled = any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in (stored, wanted))
     kinds = {(dtype.is_floating_point, dtype.is_complex) for dtype in (stored, wanted)}
     return stored == wanted or (not scaled and len(kinds) == 1)
-
-
-def _not_stored(module: nn.Module) -> set[str]:
-    """Return the names of the buffers that no file needs to hold, because the modules compute them; old files may."""
-    return {name for name, _ in module.named_buffers(remove_duplicate=False)} - {name for name, _ in state(module)}
 
 
 def _is_harmless(name: str, stored: str, layout: ModelLayout) -> bool:
@@ -267,10 +261,10 @@ def _run(
     child: nn.Module,
     layout: ModelLayout,
     device: torch.device,
-    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[str, Tensor],
     buffers: set[str],
 ) -> None:
-    """Initialise a module's own tensors, check that they were written, and keep this rank's part of ``parameters``."""
+    """Initialise a module's own tensors, check that they were written, and keep this rank's ``shards``."""
     with _whole_parameters(child, device) as whole:
         for tensor in whole.values():
             if tensor.is_floating_point():
@@ -291,8 +285,8 @@ def _run(
                 "model with weights instead of on meta"
             )
         whole |= {key: value for key, value in child._parameters.items() if value is not None}
-        for key, parameter in parameters.items():
-            local_tensor(parameter).copy_(whole[key][held_by_this_rank(parameter)])
+        for key, shard in shards.items():
+            local_tensor(shard).copy_(whole[key][held_by_this_rank(shard)])
 
 
 def own_init(child: nn.Module) -> Callable[[nn.Module], Any] | None:

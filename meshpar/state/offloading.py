@@ -95,7 +95,8 @@ def on_the_host(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
     for local in map(local_tensor, tensors):
         storage = local.untyped_storage()
         if local.device.type == device.type and storage.nbytes() and storage.resizable():
-            storages[memory_of(storage)] = _bytes(storage, local.device)
+            lending = torch.empty(0, dtype=torch.uint8, device=local.device)
+            storages[memory_of(storage)] = lending.set_(storage)  # type: ignore[call-overload]
     reads.away = _INSIDE
     lent.hooks = lent.hooks or _refusing(module)
     try:
@@ -156,7 +157,3 @@ def _take_back(kept: list[tuple[Tensor, Tensor]]) -> None:
 def _wait_for(device: torch.device) -> None:
     if runtime.queues(device):
         torch.get_device_module(device).synchronize()
-
-
-def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]

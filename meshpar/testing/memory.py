@@ -163,13 +163,9 @@ def _described(par: Parallelized, kinds: Mapping[str, Sequence[Tensor]]) -> dict
         return dict.fromkeys(kinds, 0)
     trained = [parameter for parameter in kinds["parameters"] if parameter.requires_grad]
     some = sum(local_tensor(gradient).nbytes for gradient in kinds["gradients"])  # where an error ended the backward
-    return {
-        "parameters": described.parameter_bytes,
-        "gradients": described.gradient_bytes if len(kinds["gradients"]) == len(trained) else some,
-        "optimizer state": described.optimizer_bytes or 0,
-        "buffers": described.buffer_bytes,
-        "shards": described.shard_bytes,
-    }
+    gradients = described.gradient_bytes if len(kinds["gradients"]) == len(trained) else some
+    sizes = (described.parameter_bytes, gradients, described.optimizer_bytes or 0, described.buffer_bytes)
+    return dict(zip(kinds, (*sizes, described.shard_bytes)))
 
 
 def _padding(tensor: Tensor) -> int:

@@ -178,14 +178,14 @@ def assert_parity(
         module = build()
     par = Plan(mesh, passes, guards=guards).apply(module, layout).materialize(seed=seed)
     got = train_steps(par, steps, optimizer=optimizer and optimizer(par.module.parameters()), **trained)
-    verdict: list[str | None] = [None]
+    verdict = [""]
     if dist.get_rank() == 0:
         try:
             assert_records_match(expected, got, tolerance)
         except AssertionError as error:
-            verdict[0] = str(error)
+            verdict = [str(error)]
     dist.broadcast_object_list(verdict)
-    if verdict[0] is not None:
+    if verdict[0]:
         raise AssertionError(verdict[0])
     return par
 

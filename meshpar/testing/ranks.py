@@ -191,8 +191,11 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
             mesh._built = functools.cache(mesh._built)
             step_ranks.own_group = functools.cache(step_ranks.own_group)
         before = ProcessState() if keep else None
-        while (job := _next(asked)) is not None:
-            module, qualname, args, kwargs = job
+        while True:
+            try:
+                module, qualname, args, kwargs = asked.recv()
+            except EOFError:  # closed by the test's process, or with it
+                break
             body: Any = importlib.import_module(module)
             for part in qualname.split("."):
                 body = getattr(body, part)
@@ -200,7 +203,7 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
             with runtime.kept_environment():
                 getattr(body, "__wrapped__", body)(*args, **kwargs)
             dist.barrier()
-            del args, kwargs, job
+            del args, kwargs
             if before is not None:
                 before.restore(qualname)
                 step_ranks.count_models_anew()
@@ -213,13 +216,6 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
         sys.stderr.flush()
         # Gloo's threads can abort an interpreter that takes its time to end.
         os._exit(0)
-
-
-def _next(asked: Connection) -> tuple[str, str, tuple[Any, ...], dict[str, Any]] | None:
-    try:
-        return asked.recv()  # type: ignore[no-any-return]
-    except EOFError:  # closed by the test's process, or with it
-        return None
 
 
 _WATCHED = ("torch", "torch.distributed", "torch.nn.functional", "torch.nn.modules", "torch.optim", "torch.utils")

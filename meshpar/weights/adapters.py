@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from meshpar.weights.maps import TypedSource
 from meshpar.weights.rules import spans_of
 
-NAME = "default"
-"""The adapter's name in peft, which is part of the names of its parameters."""
+NAME = "default"  # the adapter's name in peft, which is part of the names of its parameters
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -36,7 +35,6 @@ class PackedAdapterLayer(Protocol):
 
     def factors(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         """Return the factors (experts, rows, rank) and (experts, rank, columns) of peft's A and B."""
-        ...
 
 
 class AdapterFactors(NamedTuple):
@@ -56,7 +54,6 @@ class MergedAdapters:
         self._last: tuple[str, Tensor, Tensor] | None = None
 
     def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
-        """Copy ``tensor[index]`` into ``out``."""
         if name not in self._factors:
             self._base.read(name, index, out)
             return

@@ -286,7 +286,6 @@ class Unstack:
             raise LayoutError(f"{self}: expected one part or more, and the same number of '*' in every pattern")
 
     def forward(self, views: Sequence[View]) -> Sequence[View]:
-        """Return the parts of one stacked tensor."""
         (whole,) = views
         if len(whole.shape) <= self.dim or whole.shape[self.dim] != len(self.theirs):
             raise LayoutError(
@@ -295,7 +294,6 @@ class Unstack:
         return [selected(whole, self.dim, number) for number in range(len(self.theirs))]
 
     def backward(self, views: Sequence[View]) -> Sequence[View]:
-        """Return the stacked tensor."""
         if len({(view.shape, view.dtype) for view in views}) > 1:
             raise LayoutError(
                 f"{self} needs parts of one shape and dtype; got {[(view.shape, view.dtype) for view in views]}"

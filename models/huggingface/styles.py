@@ -60,7 +60,6 @@ class Refused(Style):
     reason: str
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield the reason."""
         yield f"{name}: {self.reason}"
 
 
@@ -77,7 +76,6 @@ class LatentKeys(Style):
     sums_gradients = True
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Sum the rotary part's gradient."""
         inner, group, width = module.forward, context.group, self.rotary[name]
 
         def forward(x: Tensor) -> Tensor:
@@ -94,8 +92,6 @@ class FullPositions(Style):
     """On the base model, under sequence parallelism: give it the positions of the whole sequence, not of its part."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Fill in ``position_ids``."""
-
         def fill(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tokens = args[0] if args else kwargs.get("input_ids")
             if kwargs.get("attention_mask") is not None:
@@ -130,7 +126,6 @@ class Heads(Style):
         return self.local
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield counts that the axis does not divide."""
         for attribute, value in self._counted(module):
             if value % size:
                 yield f"{name}.{attribute} is {value}, which tp={size} does not divide; {sizes_text('tp', value)}"
@@ -142,7 +137,6 @@ class Heads(Style):
         context.regions[name] = Region(self.local)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Install the region."""
         context.regions[name].install(name, module, context)
 
     def _counted(self, module: nn.Module) -> list[tuple[str, int]]:
@@ -165,15 +159,12 @@ class Head(Style):
         return self.gather == "loss"
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield what the head style finds."""
         return Colwise(gather=self.gather).problems(name, module, size)
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Split the output features."""
         Colwise(gather=self.gather).shard(name, module, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Install the head style, and the loss."""
         Colwise(gather=self.gather).install(name, module, context)
         if context.loss_parallel:
             self.model.loss_function = _split_loss(self.model.loss_function)
@@ -216,7 +207,8 @@ def _attention(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple
     width = sizes[chosen[0]][1]
     output = next((child_name for child_name in _OUTPUTS if sizes.get(child_name, (0, 0))[0] == width), None)
     embeddings = {child_name: child for child_name, child in children.items() if isinstance(child, nn.Embedding)}
-    heads = _heads(module)
+    counts = (vars(module).get(attribute) for attribute in ("n_heads", "num_heads", "num_attention_heads"))
+    heads = next((count for count in counts if isinstance(count, int)), None)
     tables = [child_name for child_name, child in embeddings.items() if child.embedding_dim == heads]
     if {inner.partition(".")[0] for inner, _ in module.named_parameters()} - {*chosen, *tables, output}:
         return  # a norm or a residual of its own inside (ALBERT's): its input is not only the projections'
@@ -242,11 +234,6 @@ def _feed_forward(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
             # A second input may be a residual (BLOOM's), which is added to what is whole again.
             if name and only and len(inspect.signature(module.forward).parameters) == 1:
                 yield name, "region"  # what is drawn inside (dropout) differs from rank to rank
-
-
-def _heads(attention: nn.Module) -> int | None:
-    counts = (vars(attention).get(name) for name in ("n_heads", "num_heads", "num_attention_heads"))
-    return next((count for count in counts if isinstance(count, int)), None)
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:

@@ -19,16 +19,15 @@ from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts, Shared
 _OURS: dict[str, Any] = {
     "colwise": "colwise",
     "rowwise": "rowwise",
-    "rowwise_split_input": "rowwise_split",
-    "rowwise_rep": "rowwise_split",
-    "colwise_rep": "colwise_gather",
-    "colwise_gather_output": "colwise_gather",
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), "rowwise_split"),
+    **dict.fromkeys(("colwise_rep", "colwise_gather_output"), "colwise_gather"),
     "embedding_rowwise": "vocab",
     "embedding_colwise": FeatureTable(),
     "replicated_with_grad_allreduce": "grad_sum",
     "moe_identity_expert": Shared(),
 }
 _LEAVE_WHOLE = "leave it whole: TensorParallel(styles={pattern: None})"
+_DISPATCH = "ep_dispatch_experts"
 _OWN_PARAMETERS = ("moe_tp_experts", "all_reduce", "local_params")
 # The activation between projections, applied to this rank's features.
 _ACTIVATION = re.compile("act|act_fn|activation|activation_fn|hidden_act")
@@ -85,13 +84,9 @@ def _read_outside(model: nn.Module, name: str) -> bool:
     reads = re.compile(rf"\b{re.escape(leaf)}\.weight\b")
     around = [model, *(model.get_submodule(".".join(outer[: n + 1])) for n in range(len(outer)))]
     kinds = {kind for module in around for kind in type(module).__mro__}
-    return any(
-        reads.search(inspect.getsource(value))
-        for kind in kinds
-        if kind.__module__.startswith("transformers.models")
-        for key, value in vars(kind).items()
-        if isinstance(value, FunctionType) and not _ABOUT_WEIGHTS.match(key)
-    )
+    theirs = (vars(kind).items() for kind in kinds if kind.__module__.startswith("transformers.models"))
+    methods = (value for items in theirs for key, value in items if not _ABOUT_WEIGHTS.match(key))
+    return any(isinstance(value, FunctionType) and reads.search(inspect.getsource(value)) for value in methods)
 
 
 _ABOUT_WEIGHTS = re.compile("__init__|tie_|_tie|_?init_|get_|set_|resize|_resize|post_init|save|load")
@@ -114,7 +109,9 @@ def _table(model: Any) -> dict[str, Any]:
     """Return module pattern -> style; empty if the model has no ``tp_plan`` and its structure is not verified."""
     if model.config.model_type == "gpt2":
         return _gpt2_table(model)
-    plan = _matching_plan(model)
+    # A plan is for all variants of an architecture, and may name what this model lacks.
+    names = {generic(name) for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
+    plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern in names}
     table = {} if plan else {generic(name): style for name, style in structural_table(model).items()}
     if not plan and not table:
         return {}
@@ -129,8 +126,15 @@ def _table(model: Any) -> dict[str, Any]:
             table[pattern] = LatentKeys(_rotary_widths(model, pattern))
         elif pattern in modules and style not in (*_OWN_PARAMETERS, "replicate"):
             table[pattern] = _OURS.get(style) or _unknown(style)
-    table |= {owner: _with_own(modules[owner], owner, plan) for owner in _owners(modules, plan)}
-    table |= {pattern: Experts() for pattern in _whole_experts(model, modules) if pattern not in table}
+    # Modules that compute with parameters of their own which the plan splits.
+    owners = [pattern for pattern, style in plan.items() if style in _OWN_PARAMETERS and pattern in modules]
+    owners += [pattern.rpartition(".")[0] for pattern in plan if pattern not in modules]
+    table |= {owner: _with_own(modules[owner], owner, plan) for owner in dict.fromkeys(owners)}
+    # Experts that transformers spreads whole over ranks, by its expert-parallel plan.
+    spread = (pattern for pattern, style in (getattr(model, "ep_plan", None) or {}).items() if style == _DISPATCH)
+    for pattern in spread:
+        if pattern in modules and pattern not in table and _takes_whole_experts(modules[pattern]):
+            table[pattern] = Experts()
     ends, whole = vocabulary_styles(model, table)
     table = {pattern: style for pattern, style in table.items() if style != "vocab" and pattern not in whole} | ends
     table |= dict.fromkeys(_on_slices(modules, table), "grad_sum")
@@ -157,8 +161,7 @@ def _head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:
     return alike | differing
 
 
-HEAD_RATIO = "num_key_value_groups"
-"""The attribute in which an attention keeps its number of query heads per key head."""
+HEAD_RATIO = "num_key_value_groups"  # the attribute in which an attention keeps its number of query heads per key head
 
 
 def _copied_heads(model: nn.Module, heads: Mapping[str, int]) -> tuple[str, ...]:
@@ -230,25 +233,12 @@ def _without_sparse(model: nn.Module, table: Mapping[str, Any]) -> Iterator[tupl
         yield from [(pattern, style)] if len(dense) == len(names) else [(name, style) for name in dense]
 
 
-def _matching_plan(model: Any) -> dict[str, str]:
-    """Return the plan's entries that name something of this model: a plan is for all variants of an architecture."""
-    names = {generic(name) for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
-    return {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern in names}
-
-
 def _own_count(module: nn.Module) -> int:
     return sum(parameter is not None for parameter in module._parameters.values())
 
 
 def _unknown(style: str) -> Refused:
     return Refused(f"its tp_plan has the style {style!r}, which meshpar does not support; {_LEAVE_WHOLE}")
-
-
-def _owners(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> list[str]:
-    """Return the patterns of modules that compute with parameters of their own which the plan splits."""
-    direct = [pattern.rpartition(".")[0] for pattern in plan if pattern not in modules]
-    named = [pattern for pattern, style in plan.items() if style in _OWN_PARAMETERS and pattern in modules]
-    return list(dict.fromkeys([*named, *direct]))
 
 
 def _with_own(module: nn.Module, owner: str, plan: Mapping[str, str]) -> Any:
@@ -278,13 +268,6 @@ def _takes_whole_experts(module: nn.Module) -> bool:
     """Return whether experts know chosen numbers beyond theirs, as transformers' own expert parallelism needs."""
     alike = len({len(parameter) for parameter in module.parameters(recurse=False)}) == 1
     return alike and {"num_experts", "_is_expert_parallel"} <= vars(module).keys()
-
-
-def _whole_experts(model: object, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield the experts that transformers spreads whole over ranks, by its expert-parallel plan."""
-    for pattern, style in (getattr(model, "ep_plan", None) or {}).items():
-        if style == "ep_dispatch_experts" and pattern in modules and _takes_whole_experts(modules[pattern]):
-            yield pattern
 
 
 def _rotary_widths(model: Any, pattern: str) -> dict[str, int]:

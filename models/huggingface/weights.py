@@ -6,8 +6,7 @@ transformers' conversion runs once without memory; offsets and strides of its vi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,9 +61,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _StoredPart:
+class _StoredPart(NamedTuple):
     """A stored tensor as a part of one of ours: starts and sizes along our dims (size 0: one, and the dim is gone)."""
 
     name: str
@@ -73,9 +70,7 @@ class _StoredPart:
     transposed: bool
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Conversion:
+class _Conversion(NamedTuple):
     """The conversion's tensors by our and by their names, and by storage what each was joined of along which dim."""
 
     own: Mapping[str, Tensor]
