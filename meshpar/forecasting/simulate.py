@@ -92,7 +92,7 @@ def simulate(
         results: list[Any] = [None] * len(jobs)
         try:
             while progress is not None and any(process.poll() is None for process in running):
-                counts = (place.with_suffix(".done") for place in places)
+                counts = (path.with_suffix(".done") for path in places)
                 progress(sum(count.stat().st_size for count in counts if count.exists()), len(jobs))
                 time.sleep(_LOOK_S)
             ended = [process.wait() for process in running]

@@ -157,8 +157,8 @@ class Stages:
             sizes = (trace.held["inputs"], trace.tokens)
             inputs, tokens = (size * shape.micro_batches // _MICRO_BATCHES for size in sizes)
             phases = _order(trace, shape, rank, kind % len(self.few.stages))
-            held, axes = {**trace.held, "inputs": inputs}, {**trace.axes, "pp": ranks}
-            stages.append(replace(trace, held=held, phases=phases, tokens=tokens, axes=axes))
+            sizes_held, axes = {**trace.held, "inputs": inputs}, {**trace.axes, "pp": ranks}
+            stages.append(replace(trace, held=sizes_held, phases=phases, tokens=tokens, axes=axes))
         fullest = max(stages, key=lambda stage: stage.memory().peak)
         whole = sum(of_blocks(self.few, self.more, blocks) for blocks in shape.blocks)
         whole += self.few.parameters - sum(of_blocks(self.few, self.more, stage.depth) for stage in self.few.stages)

@@ -155,7 +155,7 @@ def record_step(
     """
     recorder = recorder or Recorder(axis_groups(par, beside))
     gc.collect()
-    held, exact = hold_state(recorder, par, optimizer, batches, beside)
+    held_bytes, exact = hold_state(recorder, par, optimizer, batches, beside)
     tokens = sum(batch["labels"].numel() for batch in batches)
 
     def step() -> None:
@@ -196,7 +196,7 @@ def record_step(
         depth=len(find_blocks(par.module, par.layout)),
         tokens=tokens,
         data_size=par.data_size,
-        held=held,
+        held=held_bytes,
         exact=exact,
         parameters=sum(parameter.numel() for parameter in whole) if parameters is None else parameters,
         phases=phases,

@@ -141,8 +141,8 @@ class Trace:
         sizes = dict.fromkeys(HELD, 0) | dict(self.held)
         for holder, amount in changes[:at_peak]:
             sizes[holder] += amount
-        held = {name: size for name, size in sizes.items() if size}
-        return StepMemory(peak=peak, held=held, event=when, curve=tuple(curve), end=total)
+        sizes_at_peak = {name: size for name, size in sizes.items() if size}
+        return StepMemory(peak=peak, held=sizes_at_peak, event=when, curve=tuple(curve), end=total)
 
     def to_json(self) -> str:
         """Return the trace as text; ``Trace.from_json`` reads it."""

@@ -49,8 +49,8 @@ def check_elementwise(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Non
         name = type(make(nn.ParameterList(map(nn.Parameter, before)))).__name__
         whole, *parts = (_train(make, partial(_part, number)) for number in (None, 0, 1))
         differs = any(
-            not float((one - torch.cat(other)).abs().max()) <= _TOLERANCE * float((one - start).abs().max())
-            for start, one, *other in zip(before, whole, *parts, strict=True)
+            not float((result - torch.cat(halves)).abs().max()) <= _TOLERANCE * float((result - start).abs().max())
+            for start, result, *halves in zip(before, whole, *parts, strict=True)
         )
         if not differs:
             with nullcontext() if dist.is_initialized() else runtime.simulated(1):

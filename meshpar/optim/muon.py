@@ -94,11 +94,11 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         module = module if isinstance(module, nn.Module) else module.module
         common = {"lr_scale": 1.0, **asdict(Matrices())}
-        both = {"lr": lr, "weight_decay": weight_decay}
-        muon = {"rule": "muon", **both, "momentum": momentum, "nesterov": nesterov}
+        rates = {"lr": lr, "weight_decay": weight_decay}
+        muon = {"rule": "muon", **rates, "momentum": momentum, "nesterov": nesterov}
         muon |= {"ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
         muon |= {"adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype}
-        rest = {"rule": "adamw", **both, "betas": (0.9, 0.95), "eps": 1e-8}
+        rest = {"rule": "adamw", **rates, "betas": (0.9, 0.95), "eps": 1e-8}
         rest |= {key: tuple(value) if key == "betas" else value for key, value in (adamw or {}).items()}
         _check(muon, adamw or {}, groups or {})
         groups_of_both = _sort_groups(module, common | muon, common | rest, groups or {}, per_head=per_head)

@@ -187,8 +187,8 @@ class Averaged:
                 of :meth:`swapped`.
         """
         self._refuse_inside("load_state_dict()")
-        others = tensors_elsewhere(run_of(self._module)).keys() - self._averages.keys()
-        values = {name: tensor for name, tensor in state["averages"].items() if name not in others}
+        elsewhere = tensors_elsewhere(run_of(self._module)).keys() - self._averages.keys()
+        values = {name: tensor for name, tensor in state["averages"].items() if name not in elsewhere}
         if problems := misfits(self._averages, values):
             raise MeshparError("\n  ".join(["this average does not fit the module; nothing was changed:", *problems]))
         reads_of(self._module).wait("an average's load_state_dict()")

@@ -111,12 +111,12 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
         reads_of(module).wait("load_state_dict()")
         lacking = _drop_other_layers(module, state, prefix, others[-1])
         missing += lacking if strict else ()
-        for name, own in _tensors(module).items():
+        for name, target in _tensors(module).items():
             value = state.get(prefix + name)
             plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            if isinstance(own, DTensor) and value is not None and plain and value.shape == own.shape:
-                part = value.detach()[held_by_this_rank(own)].to(own.device).contiguous()
-                state[prefix + name] = part_like(part, own)
+            if isinstance(target, DTensor) and value is not None and plain and value.shape == target.shape:
+                part = value.detach()[held_by_this_rank(target)].to(target.device).contiguous()
+                state[prefix + name] = part_like(part, target)
 
     module.state_dict = state_dict
     module.register_load_state_dict_pre_hook(place)
@@ -124,13 +124,13 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
 
 def _drop_other_layers(module: nn.Module, state: dict[str, Any], prefix: str, problems: list[str]) -> list[str]:
     """Drop tensors of other ranks' layers; return those that lack, and note other shapes in ``problems``."""
-    others = {prefix + name: tensor for name, tensor in tensors_elsewhere(run_of(module)).items()}
-    dropped = {name: state.pop(name) for name in others if name in state}
+    elsewhere = {prefix + name: tensor for name, tensor in tensors_elsewhere(run_of(module)).items()}
+    dropped = {name: state.pop(name) for name in elsewhere if name in state}
     for name, value in dropped.items():
-        if isinstance(value, Tensor) and value.shape != (shape := others[name].shape):
+        if isinstance(value, Tensor) and value.shape != (shape := elsewhere[name].shape):
             sizes = f"{tuple(value.shape)} in the state, {tuple(shape)} in the model"
             problems.append(f"size mismatch for {name}: {sizes}")
-    return sorted(others.keys() - dropped.keys()) if dropped else []  # without any it is this rank's own
+    return sorted(elsewhere.keys() - dropped.keys()) if dropped else []  # without any it is this rank's own
 
 
 def gather_state(module: nn.Module, *, everywhere: bool) -> dict[str, Any]:
@@ -181,10 +181,10 @@ def scatter_state(
 
     Collective where ``from_rank_0``: rank 0 hands in the tensors.
     """
-    others = tensors_elsewhere(run_of(module))
-    own = {**_tensors(module), **others}
-    problems = misfits(own, state, strict=strict) if not from_rank_0 or dist.get_rank() == 0 else []
-    offered = sorted(set(own).intersection(state))
+    elsewhere = tensors_elsewhere(run_of(module))
+    targets = {**_tensors(module), **elsewhere}
+    problems = misfits(targets, state, strict=strict) if not from_rank_0 or dist.get_rank() == 0 else []
+    offered = sorted(set(targets).intersection(state))
     if from_rank_0:
         said: list[Any] = [problems, offered]
         dist.broadcast_object_list(said, src=0, group=runtime.hosts())
@@ -192,13 +192,13 @@ def scatter_state(
     if problems:
         raise MeshparError("\n  ".join(["this state does not fit the module:", *problems]))
     for name in offered:
-        target = own[name]
+        target = targets[name]
         whole = torch.empty(target.shape, dtype=target.dtype, device=device) if from_rank_0 else state[name]
         if from_rank_0:
             if dist.get_rank() == 0:
                 whole.copy_(state[name])
             dist.broadcast(whole, src=0)
-        if name not in others:
+        if name not in elsewhere:
             local_tensor(target).copy_(whole_tensor(whole)[held_by_this_rank(target)])
 
 

@@ -251,9 +251,10 @@ def _rebuild(
         prefix = f"{name}." if name else ""
         persistent = dict(persistent_buffers(child))
         buffers = {key for key in child._buffers if key not in persistent and prefix + key in missing}
-        own = {key: value for key, value in child._parameters.items() if value is not None and prefix + key in rebuilt}
-        if buffers or own:
-            _run(name, child, layout, device, own, buffers)
+        lacking = {key: value for key, value in child._parameters.items() if prefix + key in rebuilt}
+        shards = {key: value for key, value in lacking.items() if value is not None}
+        if buffers or shards:
+            _run(name, child, layout, device, shards, buffers)
 
 
 def _run(

@@ -133,9 +133,9 @@ class Memory:
         """Return bytes and shapes of tensors in storages not ``named``, largest first; none up to ``allowed``."""
         until = time.monotonic() + _GOES_S
         while True:
-            others = [storage for number, storage in self.live().items() if number not in named]
-            undescribed = [(nbytes, tuple(tensor.shape)) for nbytes, tensor in others]
-            del others
+            storages_left = [storage for number, storage in self.live().items() if number not in named]
+            undescribed = [(nbytes, tuple(tensor.shape)) for nbytes, tensor in storages_left]
+            del storages_left
             if sum(nbytes for nbytes, _ in undescribed) <= allowed:
                 return []
             if time.monotonic() > until:

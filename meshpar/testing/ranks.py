@@ -175,8 +175,8 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
                 failures[rank] = report
     if failures:
         rank = next(iter(failures))
-        others = sorted(set(failures) - {rank})
-        raise RankFailure(f"{name} failed on rank {rank} of {len(started)} (also on {others}):\n{failures[rank]}")
+        also = sorted(set(failures) - {rank})
+        raise RankFailure(f"{name} failed on rank {rank} of {len(started)} (also on {also}):\n{failures[rank]}")
     if waiting:
         raise RankFailure(f"{name}: ranks {sorted(waiting.values())} of {len(started)} did not end in time")
 

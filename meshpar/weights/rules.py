@@ -124,7 +124,7 @@ def _put(values: tuple, dim: int, *value: object) -> tuple:  # type: ignore[type
     return (*values[:dim], value[0] if len(value) == 1 else value, *values[dim + 1 :])
 
 
-class _Patterns:
+class _PatternsRule:
     """The two sides of a rule, whose ``*`` carry over in order."""
 
     __slots__ = ()
@@ -139,7 +139,7 @@ class _Patterns:
             )
 
 
-class _Parts(_Patterns):
+class _PartsRule(_PatternsRule):
     """A rule of which one side has several tensors, one after another along ``dim``; empty parts are equal ones."""
 
     __slots__ = ()
@@ -173,7 +173,7 @@ class _Parts(_Patterns):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Rename(_Patterns):
+class Rename(_PatternsRule):
     """One tensor under another name: ``Rename("layers.*.up.weight", "model.layers.*.mlp.up_proj.weight")``.
 
     Each ``*`` stands for one part of a dotted name or a piece of it, and carries over in order.
@@ -191,7 +191,7 @@ class Rename(_Patterns):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Transpose(_Patterns):
+class Transpose(_PatternsRule):
     """One tensor with its last two dims exchanged: ``nn.Linear`` here, transformers' ``Conv1D`` there."""
 
     ours: str
@@ -210,7 +210,7 @@ class Transpose(_Patterns):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Permute(_Patterns):
+class Permute(_PatternsRule):
     """One tensor with its rows in another order along ``dim``.
 
     Within every block of ``outer * inner * unit`` rows, seen as ``(outer, inner, unit)`` in ours, outer and inner
@@ -238,7 +238,7 @@ class Permute(_Patterns):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Fuse(_Parts):
+class Fuse(_PartsRule):
     """Several of ours are one of theirs, one after another along ``dim``.
 
     ``parts`` are their lengths, or anything in the same proportion (``(q_heads, kv_heads, kv_heads)``); empty: equal
@@ -251,12 +251,12 @@ class Fuse(_Parts):
     parts: tuple[int, ...] = ()
     kind: ClassVar[str] = "fuse"
 
-    forward, backward = _Parts._join, _Parts._cut
+    forward, backward = _PartsRule._join, _PartsRule._cut
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Split(_Parts):
+class Split(_PartsRule):
     """One of ours is several of theirs, one after another along ``dim``; ``parts`` as for :class:`Fuse`."""
 
     ours: str
@@ -265,7 +265,7 @@ class Split(_Parts):
     parts: tuple[int, ...] = ()
     kind: ClassVar[str] = "split"
 
-    forward, backward = _Parts._cut, _Parts._join
+    forward, backward = _PartsRule._cut, _PartsRule._join
 
 
 @final

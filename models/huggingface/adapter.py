@@ -322,8 +322,8 @@ def _experts_refusal(model: nn.Module, stacked: Iterable[str]) -> str:
         return ""
     name = type(model).__name__
     for holder in model.modules():
-        own = list(holder.named_parameters(recurse=False)) if "Expert" in type(holder).__name__ else []
-        if shapes := ", ".join(f"{leaf} {tuple(parameter.shape)}" for leaf, parameter in own):
+        parameters = list(holder.named_parameters(recurse=False)) if "Expert" in type(holder).__name__ else []
+        if shapes := ", ".join(f"{leaf} {tuple(parameter.shape)}" for leaf, parameter in parameters):
             return (
                 f"{name} holds its experts as {shapes} in {type(holder).__name__}, and ExpertParallel divides "
                 "parameters whose first dim counts experts, of the module that is called with (hidden states, chosen "
