@@ -265,8 +265,8 @@ def _simulation(question: _Search, settings: Settings, *, ranks_per_node: int | 
     mesh = settings.job()
     plan = Plan(MeshSpec(mesh.axes, ranks_per_node=ranks_per_node), settings.passes())
     batch = replace(question.batch, micro_batch=settings.micro_batch, accumulate=settings.micro_batches)
-    sizes = {"world_size": mesh.size, "replicas": settings.mesh().size // mesh.size}
-    return Simulation(plan=plan, model=question.model, layout=question.layout, batch=batch, **sizes)
+    model, layout, replicas = question.model, question.layout, settings.mesh().size // mesh.size
+    return Simulation(plan=plan, model=model, layout=layout, batch=batch, world_size=mesh.size, replicas=replicas)
 
 
 def _typical(question: _Search, family: _Family, size: int) -> Simulation:
