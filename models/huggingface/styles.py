@@ -201,7 +201,7 @@ def structural_table(model: Any) -> dict[str, Any]:
 def _attention(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     children = dict(module.named_children())
     sizes = {child_name: features_of(child) or (0, 0) for child_name, child in children.items()}
-    chosen = [next((names for names in kinds if names in children), "") for kinds in (_QUERIES, _KEYS, _VALUES)]
+    chosen = [next((leaf for leaf in leaves if leaf in children), "") for leaves in (_QUERIES, _KEYS, _VALUES)]
     if "" in chosen or any(features_of(children[child_name]) is None for child_name in chosen):
         return
     width = sizes[chosen[0]][1]
