@@ -21,7 +21,7 @@ from meshpar._torch.patches import while_lives
 from meshpar._torch.pytree import tree_leaves
 from meshpar.core.errors import MeshparError
 from meshpar.passes.pipeline.running import Layers
-from meshpar.passes.pipeline.stand_ins import is_users
+from meshpar.passes.pipeline.stand_ins import LOSS_WRITES, is_users
 from meshpar.passes.tensor.random import states
 from meshpar.step.moment import Guard, Guarded
 from meshpar.tensors.placements import local_tensor
@@ -61,6 +61,8 @@ class _OfAStage:
                     return result
             follows = name != "as_subclass" and not _runs_for_meshpar()
             if follows and name in _HOOKS:
+                for guard in list(StageNumbers._living):
+                    guard.check_hooked(args[0])
                 args = args[0], _followed(args[0].origins, args[1])
             elif follows:
                 _check(func, args, kwargs or {})
@@ -134,10 +136,7 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         # A write into a parameter itself is found by its version.
         unseen = [one for one in tree_leaves(into) if func == _SET_DATA or not isinstance(one, nn.Parameter)]
         if any(guard.loses and guard.has_memory_of(unseen) for guard in list(StageNumbers._living)):
-            raise MeshparError(
-                "loss writes parameters, and stages of pp run it ahead of the backwards of earlier micro-batches; "
-                "write after par.backward"
-            )
+            raise MeshparError(LOSS_WRITES)
         _check_drawn(into, *others)
 
 
@@ -235,6 +234,8 @@ class StageNumbers(Guard):
         for number, parameter in enumerate(self._parameters()):
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
                 users = {at: hook for at, hook in (hooks or {}).items() if is_users(hook)}
+                if users:
+                    self.check_hooked(parameter)
                 (hooks or {}).update({at: _followed(frozenset([number]), hook) for at, hook in users.items()})
         self._mark()
 
@@ -289,6 +290,15 @@ class StageNumbers(Guard):
     def _with_parameters(self) -> list[dict[str, nn.Parameter | None]]:
         """Return the parameters of each module that has some, which every micro-batch goes over."""
         return [child._parameters for child in self._module.modules() if child._parameters]
+
+    def check_hooked(self, tensor: Tensor) -> None:
+        """Refuse a hook of gradients of a parameter that several stages have."""
+        shared = () if self._layers is None else self._layers.shared
+        if name := next((name for name in shared if self._module.get_parameter(name) is tensor), None):
+            raise MeshparError(
+                f"a hook of {name} would get a part of its gradient, because several stages of pp have it and add up "
+                "their parts when the backwards have run; change parameter.grad after par.backward"
+            )
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer holds parameters of the module."""

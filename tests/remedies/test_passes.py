@@ -756,10 +756,15 @@ ROWS = [
         {"other cuts by PipelineParallel(stages=...)": "stages=(1, 3)"},
     ),
     Tested(
-        "an optimizer steps in a hook of a backward",
+        "an optimizer steps in a hook",
         "tests/passes/pipeline/test_stage_habits.py::"
         "test_optimizers_that_step_in_hooks_are_refused_where_gradients_are_parts_and_the_remedy_is_exact",
-        {"call optimizer.step() after par.backward": "on_stages(plain_loss, make=make)"},
+        {"call optimizer.step() after par.backward": "on_stages(plain_loss)"},
+    ),
+    Tested(
+        "would get a part of its gradient",
+        "tests/passes/pipeline/test_stage_habits.py::test_gradient_hooks_of_shared_weights_are_refused_and_the_remedy_is_exact",
+        {"change parameter.grad after par.backward": "lambda par: normed(par.module)"},
     ),
     Tested(
         "loss reads or writes gradients",

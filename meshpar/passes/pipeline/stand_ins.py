@@ -41,6 +41,12 @@ class Carried:
         self.scores = False
 
 
+LOSS_WRITES = (
+    "loss writes parameters, and stages of pp run it ahead of the backwards of earlier micro-batches; write after "
+    "par.backward"
+)
+
+
 class ElsewhereError(MeshparError):
     """A value was used that another stage of ``pp`` computes."""
 
@@ -83,6 +89,18 @@ class WeightElsewhere(Elsewhere):
         "a parameter that another stage of pp has, in the loss, which the last stage computes; use the optimizer's "
         "weight_decay for a penalty over it, or add the penalty's gradient to its own after par.backward"
     )
+
+
+class AbsentWeight(Tensor):
+    """A parameter of another stage where a forward runs before the last one: of use but for writes."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if name.endswith("_") and not name.endswith("__") and name != "requires_grad_" and isinstance(args[0], cls):
+            raise ElsewhereError(LOSS_WRITES)
+        with without_functions():
+            return func(*args, **(kwargs or {}))
 
 
 def is_users(hook: Any) -> bool:
@@ -135,7 +153,7 @@ class StandIn(nn.Module):
         if device is None:
             return was
         value: Any = torch.full((), torch.nan, dtype=was.dtype, device=device).expand(was.shape)
-        value = value.as_subclass(WeightElsewhere) if self.carried.scores else value
+        value = value.as_subclass(WeightElsewhere if self.carried.scores else AbsentWeight)
         value._is_param = True  # torch's word for what get_parameter finds
         return value
 

@@ -259,17 +259,36 @@ def step_in_hooks(net):
 
 @on_ranks(2)
 def test_optimizers_that_step_in_hooks_are_refused_where_gradients_are_parts_and_the_remedy_is_exact():
-    for make, number in ((model, 2), (tied_model, 1)):
-        par = Plan("pp=2", [PipelineParallel()]).apply(make())
-        step_in_hooks(par.module)
-        with pytest.raises(MeshparError, match=r"an optimizer steps in a hook|another stage of pp failed"):
-            par.backward(micro_batches(0, number), plain_loss)
-        assert_equal(on_stages(plain_loss, make=make), in_one_process(plain_loss, make=make))
+    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    step_in_hooks(par.module)
+    with pytest.raises(MeshparError, match=r"an optimizer steps in a hook|another stage of pp failed"):
+        par.backward(micro_batches(0, 2), plain_loss)
+    assert_equal(on_stages(plain_loss), in_one_process(plain_loss))
     par, net = Plan("pp=2", [PipelineParallel()]).apply(model()), model()
     for module, run in ((par.module, partial(par.backward, micro_batches(0, 1), plain_loss)), (net, None)):
         step_in_hooks(module)
         run() if run else plain_loss(net, *micro_batches(0, 1)).backward()
     torch.testing.assert_close(par.state_dict(full=True, everywhere=True), dict(net.state_dict()), rtol=1e-9, atol=1e-9)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradient_hooks_of_shared_weights_are_refused_and_the_remedy_is_exact(register):
+    plan, net = Plan("pp=2", [PipelineParallel()]), tied_model()
+    net.embed.weight.register_hook(lambda grad: grad / grad.norm())
+    refused = pytest.raises(MeshparError, match=r"a hook of embed\.weight would get a part of its gradient")
+    with refused:
+        plan.apply(net)
+    par = plan.apply(tied_model())
+    with refused:
+        [getattr(parameter, register)(lambda one: None) for parameter in par.module.parameters()]
+
+    def normed(net):
+        for parameter in net.parameters():
+            parameter.grad.div_(1e-3 + parameter.grad.norm())
+
+    stages = on_stages(plain_loss, lambda par: normed(par.module), make=tied_model)  # change parameter.grad
+    assert_equal(stages, in_one_process(plain_loss, normed, make=tied_model))
 
 
 @on_ranks(2)
@@ -957,14 +976,18 @@ def shrink(net):
 
 @on_ranks(2)
 def test_parameters_that_loss_writes_are_refused_and_written_after_the_backward_they_are_exact():
-    for behind in (False, True):
+    def shrink_head(module):
+        with torch.no_grad():
+            module.head.weight.mul_(0.9)
 
-        def writing(module, batch, behind=behind):
+    for write, behind in ((shrink, False), (shrink, True), (shrink_head, False)):
+
+        def writing(module, batch, write=write, behind=behind):
             if not behind:
-                shrink(module)
+                write(module)
             loss = plain_loss(module, batch)
             if behind:
-                shrink(module)
+                write(module)
             return loss
 
         with pytest.raises(MeshparError, match="loss writes parameters"):
