@@ -36,8 +36,8 @@ NAMES = {
     "reduce_from", "gather_partial", "reduce_scatter", "gather_replicated", "split_replicated", "regroup",
     "sum_gradients", "enter", "leave", "part", "join", "join_after", "reshard", "reduce", "drop_unreduced_gradients",
     "make_ready", "all_gather_into_tensor", "reduce_scatter_tensor", "recv", "isend", "broadcast",
-    "broadcast_object_list", "all_gather_object", "_add_shared", "_share", "_meet", "exchanged", "send", "receive",
-    "gathered", "_hand_on", "_gradients", "_set_aside", "_compare_cuts", "all_fail", "settle_first", "settle_all",
+    "broadcast_object_list", "all_gather_object", "add_up", "_share", "_meet", "exchanged", "send", "receive",
+    "gather", "_hand_on", "_gradients", "set_aside", "_compare_cuts", "all_fail", "settle_first", "settle_all",
 }  # fmt: skip
 TESTS = (
     "tests/passes/test_traps.py",

@@ -3,12 +3,10 @@
 - ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, torch's own form at the first call.
 - ``as_one_operator``: an option of the compiler, which older releases lack; torch has no public list of its options.
 - ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
-- ``check_functional_calls``: ``torch.func.functional_call`` looks the function up that it calls, so that those who have
-  imported it by name find the check, too.
+- ``check_functional_calls``: looked up by ``torch.func.functional_call``, also by those who imported that by name.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``uncompiled``: what ``nn.Module.compile`` keeps, and nothing takes away.
-- ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public
-  form.
+- ``without_modes``: selective recomputation must not record a try inside of a forward; without a public form.
 """
 
 from __future__ import annotations
@@ -20,49 +18,33 @@ from types import MethodType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch import _assert_async as assert_async
 from torch._compile import _disable_dynamo
 from torch.nn.utils import stateless
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils import _python_dispatch
 
 from meshpar._torch.patches import Undo, set_attribute
 
-__all__ = [
-    "as_one_operator",
-    "assert_async",
-    "check_functional_calls",
-    "eager",
-    "enter_by",
-    "uncompiled",
-    "without_modes",
-]
-
 P = ParamSpec("P")
-
-
 R = TypeVar("R")
+
+assert_async = torch._assert_async
+without_modes = _python_dispatch._disable_current_modes
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep ``torch.compile`` out of ``function``: ``torch.compiler.disable`` that loads the compiler, half a second,
-    at the first call.
-    """
+    """Keep ``torch.compile`` out of ``function``, like ``torch.compiler.disable``, which loads the compiler at once."""
     return cast("Callable[P, R]", _disable_dynamo(function))
 
 
 def as_one_operator(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function into what selective recomputation sees as one operator, where torch can: its kernels alone
-    it does not see.
-    """
+    """Compile a function into what selective recomputation sees as one operator, where torch can."""
     options: dict[str, Any] = {"wrap_inductor_compiled_regions": True}
     can = options.keys() <= set(torch._inductor.list_options())
     return cast("Callable[P, R]", torch.compile(function, options=options if can else None))
 
 
 def enter_by(module: Any, call: Callable[..., Any]) -> None:
-    """Let every call of ``module``, with its hooks, go through ``call``, which is not compiled where somebody
-    compiles the module.
-    """
+    """Let every call of ``module``, with its hooks, go through ``call``, which is never compiled."""
 
     @torch.compiler.disable(recursive=False)
     def entered(self: object, *args: Any, **kwargs: Any) -> Any:

@@ -10,35 +10,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunctionSubclass as without_functions
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "FAKE_LOG",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "fake_store",
-    "grouped_mm_shape",
-    "groups_of_any_dtype",
-    "has_values",
-    "unset_fake_temporarily",
-    "without_functions",
-]
+without_functions = torch._C.DisableTorchFunctionSubclass
 
 FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 """Where torch warns of operators that have no kernel without values."""
@@ -62,22 +45,14 @@ def grouped_mm_shape(
     """Return an empty result of a grouped product, of inputs of any dtype; torch's knows bfloat16 alone."""
     from torch._meta_registrations import meta_grouped_mm
 
-    shaped = meta_grouped_mm(
-        a.to(torch.bfloat16), b.to(torch.bfloat16), offs, None if bias is None else bias.to(torch.bfloat16)
-    )
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    shaped = meta_grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), offs, bias)
     return shaped.to(out_dtype or a.dtype)
 
 
 class groups_of_any_dtype(TorchDispatchMode):
     """Let forwards without values multiply groups of any floating dtype, as devices do."""
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.ops.aten._grouped_mm.default:
-            return grouped_mm_shape(*args, **kwargs or {})
-        return func(*args, **kwargs or {})
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        multiply = grouped_mm_shape if func is torch.ops.aten._grouped_mm.default else func
+        return multiply(*args, **kwargs or {})

@@ -1,7 +1,6 @@
 """FSDP2's state of one unit, and how units are made.
 
-- ``replicate`` on FSDP2's machinery: private while torch settles whether it replaces DistributedDataParallel's
-  composable form (pytorch/pytorch#166433). It goes when ``torch.distributed.fsdp`` exports it.
+- ``replicate`` on FSDP2's machinery: goes when ``torch.distributed.fsdp`` exports it (pytorch/pytorch#166433).
 - ``ACCUMULATES_APART``: where FSDP2 keeps gradients that it has not reduced yet. It goes with torch 2.14.
 - ``parts_only``: FSDP2 holds the parameters of a unit in a list while it makes their shards, with no public form.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself; ``gathered_inputs`` is what it sends when it gathers.
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -26,25 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from meshpar._torch.pytree import tree_leaves
 
-__all__ = [
-    "ACCUMULATES_APART",
-    "gather_before_backward",
-    "gathered_bytes",
-    "gathered_inputs",
-    "is_gathered",
-    "is_shard",
-    "make_ready",
-    "output_dtype",
-    "param_groups",
-    "parts_only",
-    "replicate",
-    "units_with_parameters",
-]
-
 ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
-"""Torch up to 2.14 accumulates gradients without reducing them beside ``.grad``, in the dtype of the reduction; 2.15
-in ``.grad``.
-"""
+"""Torch up to 2.14 accumulates unreduced gradients apart, in the dtype of the reduction; 2.15 in ``.grad``."""
 
 
 @contextmanager
@@ -56,12 +38,12 @@ def parts_only() -> Iterator[None]:
     def init(self: Any, params: list[nn.Parameter], *args: Any, **kwargs: Any) -> None:
         # whose first import keeps the frames around it until the collector runs
         importlib.import_module("torch._dynamo")
-        places = itertools.count()
+        numbers = itertools.count()
 
         def part(*args: Any, **kwargs: Any) -> FSDPParam:
-            made = make(*args, **kwargs)
-            params[next(places)] = made.sharded_param
-            return made
+            parameter = make(*args, **kwargs)
+            params[next(numbers)] = parameter.sharded_param
+            return parameter
 
         _fsdp_param_group.FSDPParam = part  # type: ignore[assignment,misc]
         inner(self, params, *args, **kwargs)
@@ -86,10 +68,8 @@ def make_ready(module: nn.Module) -> None:
 
 def param_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
-    # torch 2.13 allows a state several groups, where 2.11 has one.
-    return [
-        group for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if group is not None
-    ]
+    groups = getattr(state, "_fsdp_param_groups", None)  # several since torch 2.13, where 2.11 has one
+    return [group for group in groups or [state._fsdp_param_group] if group is not None]
 
 
 def units_with_parameters(module: nn.Module) -> list[FSDPModule]:
@@ -113,12 +93,11 @@ def is_gathered(unit: FSDPModule) -> bool:
 
 def gathered_bytes(unit: FSDPModule) -> int:
     """Return the bytes of :func:`gathered_inputs`, also on the meta device."""
-    held = (
-        (parameter, parameter.mp_policy.param_dtype or parameter.sharded_param.dtype)
-        for group in param_groups(unit)
-        for parameter in group.fsdp_params
-    )
-    return sum(parameter.padded_sharded_param_size.numel() * dtype.itemsize for parameter, dtype in held)
+    size = 0
+    for parameter in (parameter for group in param_groups(unit) for parameter in group.fsdp_params):
+        dtype = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+        size += parameter.padded_sharded_param_size.numel() * dtype.itemsize
+    return size
 
 
 def gather_before_backward(unit: nn.Module, output: object, tensors: Iterable[Any]) -> None:
@@ -126,9 +105,9 @@ def gather_before_backward(unit: nn.Module, output: object, tensors: Iterable[An
     if isinstance(output, torch.Tensor):
         return
     state: Any = unit._get_fsdp_state() if isinstance(unit, FSDPModule) else None
-    known = {id(leaf) for leaf in tree_leaves(output)}
+    seen = {id(leaf) for leaf in tree_leaves(output)}
     for tensor in tensors:
-        if id(tensor) not in known:
+        if id(tensor) not in seen:
             tensor.register_hook(state._pre_backward)
 
 

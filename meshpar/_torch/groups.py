@@ -1,18 +1,14 @@
 """Process groups and their collectives.
 
-- ``collective_ops``: the collectives as operators that autograd functions and ``torch.compile`` can hold. Their Python
-  wrappers are renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the
-  operators keep their names. They go when the wrappers are public. ``all_gather`` and ``reduce_scatter`` of one tensor
-  have other names since torch 2.13.
+- ``collective_ops``: the collectives as operators, which keep their names; their wrappers are renamed between releases
+  (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone). They go when the wrappers are public.
+- ``all_gather``, ``reduce_scatter``: of one tensor, have other names since torch 2.13.
 - ``flattened``: FSDP2 takes one axis to shard over; flattening several is private.
-- ``open_groups``, ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of
-  collectives, and the flight recorder (gloo's in memory since torch 2.13); private without a public form.
-- ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private
-  without a public form.
-- ``share_timeout``, ``shared_timeout``: a mesh's groups do not take the time-out of the group that they are made in;
-  private without a public form.
-- ``default_store``: where the ranks of the default group met; private without a public form.
-- ``bound``: as ``share_timeout``, of a backend; ``set_timeout`` is public since torch 2.14.
+- ``open_groups``, ``collective_counts``, ``last_collectives``, ``default_store``: process groups, their numbers of
+  collectives, the flight recorder (gloo's in memory since torch 2.13); private without a public form.
+- ``gloo_threads``: a trace names the thread that ran a collective, and gloo does not say whose it is.
+- ``share_timeout``, ``shared_timeout``, ``bound``: a mesh's groups do not take the time-out of the group that they are
+  made in; ``set_timeout`` is public since torch 2.14.
 """
 
 from __future__ import annotations
@@ -37,8 +33,8 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """Return the one axis over all ranks of a mesh, named after its axes: ``"dp_replicate+dp_shard"``."""
-    own = root_of(mesh).__dict__.get("_meshpar_own", False)
-    flat = mesh._flatten("+".join(mesh.mesh_dim_names or ()), dist.get_backend() if own else None)
+    separate = root_of(mesh).__dict__.get("_meshpar_own", False)
+    flat = mesh._flatten("+".join(mesh.mesh_dim_names or ()), dist.get_backend() if separate else None)
     share_timeout([flat.get_group()])
     return flat
 
@@ -49,11 +45,7 @@ def own_groups(names: Iterable[str], own: bool) -> dict[str, Any]:
 
 
 collective_ops = torch.ops._c10d_functional
-
-
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-
-
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
@@ -62,29 +54,23 @@ EXCHANGES: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDi
 
 
 def collective_counts() -> dict[str, int]:
-    """Return how many collectives the process groups of this rank have begun, by their axis and ranks, and how many
-    exchanges by messages; groups of several models may share them.
-    """
+    """Return how many collectives and exchanges by messages this rank's groups have begun, by their title."""
     if not dist.is_initialized():
         return {}
-    found = dict[str, int]()
+    counts = dict[str, int]()
     for group in open_groups():
         # A backend without numbers (fake, mpi), and a group that another thread closes meanwhile.
         with suppress(RuntimeError, KeyError, ValueError):
             title = group_title(group)
-            found[title] = found.get(title, 0) + group._get_sequence_number_for_group()
+            counts[title] = counts.get(title, 0) + group._get_sequence_number_for_group()
             if number := EXCHANGES.get(group, 0):
-                found[f"messages of {title}"] = found.get(f"messages of {title}", 0) + number
-    return found
+                counts[f"messages of {title}"] = counts.get(f"messages of {title}", 0) + number
+    return counts
 
 
 def gloo_threads() -> dict[int, str]:
-    """Return the threads of this process that run gloo's collectives, by number, and the title of each one's group;
-    empty where not known.
-
-    Each of a process's groups starts threads of its own, as many as every other and before the next group's. Linux
-    tells their names.
-    """
+    """Return the threads that run gloo's collectives, by number, and their groups' titles; empty if not known."""
+    # Each group starts threads of its own, as many as every other and before the next group's. Linux tells their names.
     threads = []
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # a thread that has just ended
@@ -95,7 +81,7 @@ def gloo_threads() -> dict[int, str]:
     per_group, rest = divmod(len(threads), len(groups)) if groups else (0, 1)
     if rest or not per_group:
         return {}
-    return {number: group_title(groups[place // per_group]) for place, (_, number) in enumerate(sorted(threads))}
+    return {number: group_title(groups[index // per_group]) for index, (_, number) in enumerate(sorted(threads))}
 
 
 def shared_timeout() -> timedelta | None:
@@ -107,9 +93,7 @@ def shared_timeout() -> timedelta | None:
 
 
 def share_timeout(groups: Iterable[Any]) -> None:
-    """Give groups the default group's bound on collectives; torch gives a mesh's groups 30 minutes with gloo and 10
-    with NCCL.
-    """
+    """Give groups the default group's bound on collectives; torch gives a mesh's groups 10 or 30 minutes."""
     timeout = shared_timeout()
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.14
     if timeout is not None:
@@ -118,11 +102,7 @@ def share_timeout(groups: Iterable[Any]) -> None:
 
 
 def default_store() -> dist.Store:
-    """Return the store in which the ranks of the default group met.
-
-    Raises:
-        ValueError: no group is open.
-    """
+    """Return the store in which the ranks of the default group met; ValueError where no group is open."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -132,16 +112,12 @@ def open_groups() -> list[Any]:
 
 
 def bound(group: Any, seconds: float) -> None:
-    """Bound every collective of a backend that was made without a process group; public (``set_timeout``) in newer
-    torch alone.
-    """
+    """Bound every collective of a backend that was made without a process group."""
     group._set_default_timeout(timedelta(seconds=seconds))
 
 
 def last_collectives() -> dict[str, tuple[int, str]]:
-    """Return the number and the name (with the line that called it, where it is known) of each group's last
-    collective.
-    """
+    """Return the number and the name, with the calling line if known, of each group's last collective."""
     counts, names = collective_counts(), dict[str, str]()
     for group in open_groups() if counts else ():
         with suppress(KeyError, ValueError):
@@ -160,9 +136,5 @@ def last_collectives() -> dict[str, tuple[int, str]]:
 def group_title(group: Any) -> str:
     """Return what a process group is called: its axis and its ranks."""
     ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-    said = (
-        group.group_desc.removeprefix("mesh_")
-        if group.group_desc not in ("", "undefined")
-        else f"group {group.group_name}"
-    )
-    return f"{said} (ranks {ranks})"
+    named = group.group_desc not in ("", "undefined")
+    return f"{group.group_desc.removeprefix('mesh_') if named else f'group {group.group_name}'} (ranks {ranks})"

@@ -29,12 +29,10 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def call_hooks(module: nn.Module, *, backward: bool = False) -> list[Any]:
     """Return the hooks of a module's calls, or those of its backwards."""
-    kinds = (
-        (module._backward_pre_hooks, module._backward_hooks)
-        if backward
-        else (module._forward_pre_hooks, module._forward_hooks)
-    )
-    return [hook for hooks in kinds for hook in hooks.values()]
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    if backward:
+        before, after = module._backward_pre_hooks, module._backward_hooks
+    return [*before.values(), *after.values()]
 
 
 def gradient_hooks(parameter: Tensor) -> list[Any]:

@@ -1,6 +1,4 @@
-"""Costs of operators before any hardware is known: operations, bytes moved (also by operators that a compiler
-joins), bytes sent.
-"""
+"""Costs of operators before any hardware is known: operations, bytes moved (also by fused operators), bytes sent."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from meshpar._torch.pytree import tree_leaves
+from meshpar._torch.pytree import tensor_leaves
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -36,9 +34,7 @@ COLLECTIVES: dict[Any, str] = {
     c10d.send.default: "send",
     c10d.recv_.default: "recv",
 }
-"""Operators that cross the network. One that is not here and looks like one is refused by the recorder, never
-overlooked.
-"""
+"""Operators that cross the network. The recorder refuses one that looks like one and is not here."""
 
 FLOAT8 = "float8"
 """The profiles' key for the speed of products of eight-bit numbers, in either format."""
@@ -52,14 +48,13 @@ _PRODUCTS = {
 }
 _LOOKUPS = {aten.embedding.default, aten.index_select.default, aten.gather.default}
 _WRITES_ALL = {aten.embedding_dense_backward.default}
+_INPUTS_SECOND = {c10d.alltoall_base_.default, c10d._reduce_scatter_base_.default, c10d.reduce_scatter_.default}
 
 
 def is_view(func: Any) -> bool:
     """Tell operators that make no tensor of their own: views, and questions about tensors."""
-    returns = func._schema.returns
-    aliased = bool(returns) and all(
-        returned.alias_info is not None and not returned.alias_info.is_write for returned in returns
-    )
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    aliased = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
     return aliased or func._schema.name in (
         "prim::device",
         "aten::is_same_size",
@@ -74,36 +69,27 @@ def name_of(func: Any) -> str:
     return str(func._schema.name.rpartition("::")[2])
 
 
-def moves_nothing(func: Any) -> bool:
-    """Tell operators that only allocate."""
-    return "empty" in name_of(func)
-
-
 def matrix_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return (batch, m, k, n) of a matrix product, (batch x heads, queries, keys, channels) of attention, () of
-    anything else.
-    """
+    """Return (batch, m, k, n) of a product, (batch x heads, queries, keys, channels) of attention, () of others."""
     if func in _PRODUCTS:
-        left, right = (args[place].shape for place in _PRODUCTS[func])
-        batch = left[0] if len(left) == 3 else 1
-        return (batch, left[-2], left[-1], right[-1])
+        first, second = (args[at].shape for at in _PRODUCTS[func])
+        batch = first[0] if len(first) == 3 else 1
+        return (batch, first[-2], first[-1], second[-1])
     # a product for each expert; one dim of each side or of both is divided among the experts
     if func is aten._grouped_mm.default:
-        left, right, experts = args[0].shape, args[1].shape, (args[2] if len(args) > 2 else kwargs["offs"]).shape[0]
-        rows = left[-2] // experts if len(left) == 2 and len(right) == 3 else left[-2]
-        inner = left[-1] // experts if len(left) == 2 and len(right) == 2 else left[-1]
-        return (experts, rows, inner, right[-1] // experts if len(left) == 3 and len(right) == 2 else right[-1])
+        first, second, experts = args[0].shape, args[1].shape, (args[2] if len(args) > 2 else kwargs["offs"]).shape[0]
+        rows = first[-2] // experts if len(first) == 2 and len(second) == 3 else first[-2]
+        inner = first[-1] // experts if len(first) == 2 and len(second) == 2 else first[-1]
+        return (experts, rows, inner, second[-1] // experts if len(first) == 3 and len(second) == 2 else second[-1])
     if is_attention(func):
-        first = 1 if "backward" in func._schema.name else 0
-        query, key = args[first].shape, args[first + 1].shape
+        offset = 1 if "backward" in func._schema.name else 0
+        query, key = args[offset].shape, args[offset + 1].shape
         return (query[0] * query[1], query[2], key[2], query[3])
     return ()
 
 
 def computing_dtype(func: object, outputs: Sequence[Tensor]) -> str:
-    """Return the dtype at whose speed the operator computes: its result's, or float8 whatever its products are
-    handed out in.
-    """
+    """Return the dtype at whose speed the operator computes: its result's, or float8 whatever it returns."""
     if func is aten._scaled_mm.default:
         return FLOAT8
     return str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
@@ -116,9 +102,7 @@ def is_attention(func: Any) -> bool:
 
 
 def floating_point(func: Any, shape: tuple[int, ...]) -> int:
-    """Return the operations of a product or of attention (its whole square, causal or not; backward does five
-    products for two).
-    """
+    """Return the operations of a product or of attention (its whole square; backward does five for two)."""
     if not shape:
         return 0
     batch, rows, inner, columns = shape
@@ -129,11 +113,11 @@ def floating_point(func: Any, shape: tuple[int, ...]) -> int:
 
 def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> int:
     """Return the bytes that the operator reads and writes, each tensor once; a broadcast dim is not memory."""
-    if is_view(func) or moves_nothing(func):
+    if is_view(func) or "empty" in name_of(func):  # which only allocates
         return 0
     if func in _LOOKUPS:
         return 2 * sum(map(stored_bytes, outputs))
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    inputs = tensor_leaves((args, kwargs))
     if func in _WRITES_ALL:
         return stored_bytes(inputs[0]) + 2 * sum(map(stored_bytes, outputs))
     if func._schema.name == "fsdp::all_gather_copy_in":
@@ -155,19 +139,12 @@ def sent(func: object, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[
     kind = COLLECTIVES[func]
     if kind == "barrier":
         return 0, None
-    if func is c10d._allgather_base_.default or func is c10d.alltoall_base_.default:
-        counted = [args[0] if kind == "all_gather" else args[1]]
-    elif func is c10d._reduce_scatter_base_.default:
-        counted = [args[1]]
-    elif kind == "all_gather":
-        counted = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    elif func is c10d.reduce_scatter_.default:
-        counted = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
-    else:
-        counted = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
+    counted = tensor_leaves(args[1] if func in _INPUTS_SECOND else args[0])
+    if kind == "all_gather" and func is not c10d._allgather_base_.default:
+        counted = tensor_leaves(outputs)
     size = sum(tensor.nbytes for tensor in counted)
     if kind == "all_to_all":
-        size = max(size, sum(leaf.nbytes for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)))
+        size = max(size, sum(tensor.nbytes for tensor in tensor_leaves(outputs)))
     return size, counted[0].dtype
 
 
@@ -177,26 +154,25 @@ class Fusion:
 
     def __init__(self) -> None:
         self._read: dict[int, int] = {}
-        self._made: dict[int, tuple[Any, int]] = {}
+        self._outputs: dict[int, tuple[Any, int]] = {}
 
     @property
     def open(self) -> bool:
         """Operators wait to be joined."""
-        return bool(self._made or self._read)
+        return bool(self._outputs or self._read)
 
     def add(self, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> None:
         """Join one more operator."""
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                key = leaf.untyped_storage()._cdata
-                if key not in self._made:
-                    self._read[key] = max(self._read.get(key, 0), stored_bytes(leaf))
+        for tensor in tensor_leaves((args, kwargs)):
+            key = tensor.untyped_storage()._cdata
+            if key not in self._outputs:
+                self._read[key] = max(self._read.get(key, 0), stored_bytes(tensor))
         for output in outputs:
             storage = output.untyped_storage()
-            self._made.setdefault(storage._cdata, (weakref.ref(storage), stored_bytes(output)))
+            self._outputs.setdefault(storage._cdata, (weakref.ref(storage), stored_bytes(output)))
 
     def close(self) -> int:
         """Return the bytes that the joined operators move together, and start anew."""
-        moved = sum(self._read.values()) + sum(size for made, size in self._made.values() if made() is not None)
-        self._read, self._made = {}, {}
+        moved = sum(self._read.values()) + sum(size for alive, size in self._outputs.values() if alive() is not None)
+        self._read, self._outputs = {}, {}
         return moved

@@ -1,9 +1,7 @@
 """Places around and inside of an optimizer's step.
 
-- ``before_steps``: torch forgets a hook of all optimizers in a step only with an error; where its own code runs, frames
-  tell.
-- ``adafactor_on``: Adafactor's ``_init_group`` lists the tensors on which its step works; there is no public place
-  between its state and its arithmetic.
+- ``before_steps``: torch removes a hook of all optimizers in a step only with an error; frames tell who is in one.
+- ``adafactor_on``: no public place is between Adafactor's state and its arithmetic, but ``_init_group``.
 - ``check_loads``: torch compares the sizes of groups before it calls hooks of all optimizers, of which there is none.
 - ``check_empty``: torch refuses an optimizer of no parameters before any hook knows of it.
 - ``check_scalers``: a ``GradScaler`` has no hook for the optimizers that it is called with.
@@ -22,16 +20,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from meshpar._torch.patches import Undo, set_attribute
+from meshpar._torch.patches import Undo, set_attribute, undo_all
 
 
 def before_steps(run: Callable[..., Any]) -> Undo:
-    """Call ``run`` before every optimizer's step. Undoing waits while a thread is in a step, which iterates over the
-    hooks.
-    """
+    """Call ``run`` before every optimizer's step. Undoing waits while a thread is in a step."""
     hook, torchs = register_optimizer_step_pre_hook(run), vars(sys.modules[Optimizer.__module__])
 
     def undo() -> bool:
+        # which iterates over the hooks
         frames = (frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top))
         if any(frame.f_globals is torchs for frame in frames):
             return False
@@ -53,8 +50,7 @@ def check_scalers(check: Callable[[Optimizer], None]) -> Undo:
         return run
 
     kind = torch.amp.GradScaler
-    undone = [set_attribute(kind, name, checked(getattr(kind, name))) for name in ("unscale_", "step")]
-    return lambda: all(undo() for undo in undone)
+    return undo_all([set_attribute(kind, name, checked(getattr(kind, name))) for name in ("unscale_", "step")])
 
 
 def check_loads(check: Callable[[Optimizer, dict[str, Any]], None]) -> Undo:
@@ -84,13 +80,7 @@ def check_empty(check: Callable[[str], None]) -> Undo:
 
 
 class AdafactorOn:
-    """Let an Adafactor's step work on other objects than its tensors, one at a time; the bases after this one are its
-    class.
-
-    Attributes:
-        replace: is called with a parameter, its gradient and its state, and returns what takes the place of the
-            parameter, of the gradient and, by key, of the tensors of the state.
-    """
+    """Let an Adafactor's step work on what ``replace(parameter, grad, state)`` returns in their place."""
 
     replace: Callable[[Tensor, Tensor, dict[str, Any]], tuple[Any, Any, dict[str, Any]]]
 
@@ -102,12 +92,10 @@ class AdafactorOn:
         parent: Any = super()
         has_complex: bool = parent._init_group(group, *lists)
         parameters, grads, rows, columns, variances, _ = lists
-        for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+        for at, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             replaced = self.replace(parameter, grad, self.state[parameter])  # type: ignore[attr-defined]
-            parameters[place], grads[place], state = replaced
-            rows[place], columns[place], variances[place] = (
-                state.get(key) for key in ("row_var", "col_var", "variance")
-            )
+            parameters[at], grads[at], state = replaced
+            rows[at], columns[at], variances[at] = (state.get(key) for key in ("row_var", "col_var", "variance"))
         return has_complex
 
 
@@ -117,9 +105,7 @@ def _adafactor_on(kind: type, replace: Callable[..., Any]) -> type:
 
 
 def adafactor_on(optimizer: torch.optim.Adafactor, replace: Callable[..., Any]) -> Any:
-    """Return an optimizer that shares everything with ``optimizer`` and steps on what ``replace`` returns (see
-    :class:`AdafactorOn`).
-    """
+    """Return an optimizer that shares everything with ``optimizer`` and steps on what ``replace`` returns."""
     kind: Any = type(optimizer)
     stands_in: Any = object.__new__(_adafactor_on(kind, replace))
     stands_in.__dict__ = optimizer.__dict__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -25,6 +25,16 @@ def set_attribute(owner: object, name: str, value: object) -> Undo:
     return undo
 
 
+def undo_all(changes: Sequence[Undo]) -> Undo:
+    """Undo several changes, those that are added later, too: every one, also where one cannot be undone now."""
+
+    def undo() -> bool:
+        undone = [change() for change in changes]
+        return all(undone)
+
+    return undo
+
+
 @final
 @dataclass(slots=True)
 class _Change:
@@ -38,9 +48,7 @@ _CHANGES: dict[str, _Change] = {}
 
 
 def while_lives(owner: object, name: str, make: Callable[[], Undo]) -> None:
-    """Change torch by ``make``, unless the change called ``name`` is made already; undo it when the last ``owner``
-    is gone.
-    """
+    """Change torch by ``make``, unless ``name`` is changed already; undo it when the last ``owner`` is gone."""
     change, mark = _CHANGES.setdefault(name, _Change()), object()
     change.needed_by.add(mark)
     if change.undo is None:

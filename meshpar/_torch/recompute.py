@@ -1,8 +1,7 @@
 """Composable recomputation, and what selective recomputation sees.
 
-- ``checkpoint``: private, with no public form that keeps parameter names (pytorch/pytorch#87664). The context of its
-  recomputation, ``_no_hook``, can be entered once, and a second backward through one forward enters it once more: ours
-  takes its place.
+- ``checkpoint``: private, with no public form that keeps parameter names (pytorch/pytorch#87664). Its ``_no_hook`` can
+  be entered once; a second backward through one forward enters it once more, so that ours takes its place.
 - ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
 - ``in_checkpoint``: whose hooks on saved tensors are in force.
 """
@@ -31,16 +30,10 @@ R = TypeVar("R")
 
 
 def ignore_profiler_marks() -> Undo:
-    """Let selective recomputation pass over profiler marks, which FSDP2 makes in a recomputation and not in the
-    forward it repeats.
-    """
-    enter, leave = (
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    )
-    return set_attribute(
-        torch.utils.checkpoint, "SAC_IGNORED_OPS", torch.utils.checkpoint.SAC_IGNORED_OPS | {enter, leave}
-    )
+    """Let selective recomputation ignore profiler marks, which FSDP2 makes in a recomputation alone."""
+    profiler, ignored = torch.ops.profiler, torch.utils.checkpoint.SAC_IGNORED_OPS
+    marks = {profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction}
+    return set_attribute(torch.utils.checkpoint, "SAC_IGNORED_OPS", ignored | marks)
 
 
 @final
@@ -61,9 +54,7 @@ class _WithoutHook:
 
 
 def recompute_again() -> Undo:
-    """Let a module to which :func:`checkpoint` was applied be recomputed in each of several backwards through one
-    forward.
-    """
+    """Let a module under :func:`checkpoint` be recomputed in each of several backwards through one forward."""
     return set_attribute(checkpoint_activation, "_no_hook", _WithoutHook)
 
 
@@ -81,18 +72,14 @@ def unseen(inner: Callable[P, R]) -> Callable[P, R]:
 
 
 def set_recomputed(module: nn.Module, recomputed: bool) -> None:
-    """Let a module to which :func:`checkpoint` was applied be recomputed, or not for a while; others stay as they
-    are.
-    """
+    """Let a module under :func:`checkpoint` be recomputed, or not for a while; others stay as they are."""
     with suppress(AssertionError, AttributeError):
         state: Any = checkpoint.state(module)
         state.enable_hook = recomputed
 
 
 def in_checkpoint() -> bool:
-    """Return whether the code that runs is inside of ``torch.utils.checkpoint(use_reentrant=False)``, and not yet
-    recomputed.
-    """
+    """Return whether the code that runs is inside of ``torch.utils.checkpoint``, and not yet recomputed."""
     # torch has no types for it
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")

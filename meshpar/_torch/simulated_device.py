@@ -2,23 +2,20 @@
 
 Only the simulation's own process calls these, but for :func:`hidden_propagation`.
 
-- ``_setup_privateuseone_for_python_backend``: a device whose streams are written in Python (pytorch/pytorch#155101). It
-  goes when torch offers simulated devices, or a public form of this.
-- ``FakeTensorMode.avoid_device_init``: otherwise ``torch.tensor(x, device=...)`` would be made on the device that does
-  not exist.
-- ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor runs operators on fake tensors of the global size to
-  learn shapes; nothing of that is allocated, so the recorder must not see it.
-- ``_chunk_with_empty``: FSDP2 makes a view for every rank's chunk and uses one; with thousands of ranks that takes
-  minutes.
+- ``_setup_privateuseone_for_python_backend``: streams written in Python (pytorch/pytorch#155101), until it is public.
+- ``FakeTensorMode.avoid_device_init``: ``torch.tensor(x, device=...)`` would be made on a device that does not exist.
+- ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor learns shapes from fake tensors of the global size,
+  of which nothing is allocated.
+- ``_chunk_with_empty``: FSDP2 makes a view of every rank's chunk and uses one: minutes with thousands of ranks.
 - ``Tensor.pin_memory``: fake tensors know it on no device but CUDA.
 - ``CollectiveOp``: the group of a collective, among its arguments; torch's own estimates of memory read it so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final, overload
+from typing import Any, final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,9 +30,7 @@ __all__ = ["DeviceModule", "fake_mode", "find_group", "hidden_propagation", "loa
 
 
 def register_device(name: str, module: object) -> None:
-    """Let torch know the simulated device ``name``, driven by ``module``, and the fake process group serve it; once
-    a process.
-    """
+    """Let torch know a simulated device, driven by ``module``, and the fake process group serve it; once."""
     _setup_privateuseone_for_python_backend(name, backend_module=module)
     fake_store()  # registers the backend
     dist.Backend.backend_capability["fake"].append(name)
@@ -53,8 +48,7 @@ def fake_mode() -> FakeTensorMode:
 
 def find_group(collective: Any, args: Any) -> dist.ProcessGroup:
     """Return the process group of a collective."""
-    group: dist.ProcessGroup = load_collectives().get_process_group(collective, args)
-    return group
+    return load_collectives().get_process_group(collective, args)  # type: ignore[no-any-return]
 
 
 def load_collectives() -> Any:
@@ -98,22 +92,16 @@ def _outside_fake_mode(owner: Any, *names: str) -> None:
 
 
 @final
-class _Chunks(Sequence[Tensor]):
-    """The chunks of ``_chunk_with_empty``, each made when it is read."""
+class _Chunks:
+    """The chunks of ``_chunk_with_empty``, which it takes the place of, each made when it is read."""
 
-    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
-        self.tensor, self.ranks, self.dim = tensor, count, dim
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor, self.ranks, self.dim = tensor, num_chunks, dim
 
     def __len__(self) -> int:
         return self.ranks
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(index, slice):
-            return [self[rank] for rank in range(*index.indices(self.ranks))]
+    def __getitem__(self, index: int) -> Tensor:
         if not 0 <= index < self.ranks:
             raise IndexError(index)
         size = self.tensor.size(self.dim)
@@ -125,12 +113,9 @@ class _Chunks(Sequence[Tensor]):
 def _make_chunks_lazy() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param
 
-    def lazily(tensor: Tensor, num_chunks: int, dim: int) -> _Chunks:
-        return _Chunks(tensor, num_chunks, dim)
-
     for module in (_fsdp_common, _fsdp_param, _fsdp_collectives):
         if hasattr(module, "_chunk_with_empty"):
-            setattr(module, "_chunk_with_empty", lazily)  # noqa: B010
+            setattr(module, "_chunk_with_empty", _Chunks)  # noqa: B010
 
 
 def _pin_nothing() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from meshpar._torch.autograd import accumulates
 from meshpar._torch.calls import eager
 from meshpar._torch.fsdp import ACCUMULATES_APART, param_groups
-from meshpar._torch.pytree import tree_leaves, tree_map
+from meshpar._torch.pytree import tensor_leaves, tree_map
 from meshpar._torch.recompute import unseen
 from meshpar._torch.weight_writes import WeightWrites
 
@@ -29,21 +29,16 @@ from meshpar._torch.weight_writes import WeightWrites
 @final
 @dataclass(eq=False, slots=True)
 class UnitRun:
-    """A forward of a unit. The nodes from ``first`` on, to before ``last``, are its own and those of runs inside it.
-
-    Attributes:
-        around: the run in which it is.
-        inside: the runs in it.
-        reached: whether the backward that runs, or is about to, reaches it.
-        done: whether it is reduced in that backward, or needs no gradients.
-    """
+    """A forward of a unit. Nodes from ``first`` to before ``last`` are its own and those of runs inside it."""
 
     unit: nn.Module
     around: UnitRun | None
     first: int
     last: int = -1
     inside: list[UnitRun] = field(default_factory=list)
+    # the backward that runs, or is about to, reaches it
     reached: bool = False
+    # it is reduced in that backward, or needs no gradients
     done: bool = False
 
     def in_backward(self) -> Iterator[UnitRun]:
@@ -55,15 +50,11 @@ class UnitRun:
 
 @final
 class UnitBackwards:
-    """Let ranks reduce the gradients of units alike: what other ranks may have used counts as zero.
-
-    Args:
-        units: of one module.
-        writes: looks for gathered weights that a hook of the backward wrote.
-    """
+    """Let ranks reduce the gradients of units alike: what other ranks may have used counts as zero."""
 
     def __init__(self, units: Sequence[FSDPModule], writes: WeightWrites) -> None:
         self._units, self._writes = units, writes
+        self._groups = [group for unit in units for group in param_groups(unit)]
         self._zeroed: list[nn.Parameter] = []
         self._used: set[int] = set()
         self._trained_when_run: dict[int, str] = {}
@@ -72,11 +63,7 @@ class UnitBackwards:
         self._skips = False
 
     def watch(self, run: Callable[[], None]) -> None:
-        """Call ``run`` in every backward that reaches a unit.
-
-        Selective recomputation, which requires the same operators each time, does not see that weights are gathered. A
-        unit's output may be changed in place behind the unit; its weights are gathered in backward all the same.
-        """
+        """Call ``run`` in every backward that reaches a unit."""
         unit: Any
         for unit in self._units:
             unit.register_forward_hook(_return, prepend=True, with_kwargs=True)  # FSDP2's own hook comes next
@@ -85,14 +72,12 @@ class UnitBackwards:
             for group in param_groups(unit):
                 group.pre_backward = partial(self._before_unit, unit, group.pre_backward)
                 group.post_backward = partial(self._after_unit, unit, group, group.post_backward, run)
+                # selective recomputation requires the same operators each time, and does not see these
                 group.unshard, group.wait_for_unshard = unseen(group.unshard), unseen(group.wait_for_unshard)
 
     def expect(self, outermost: list[UnitRun]) -> None:
-        """Expect a backward that reaches these runs, latest last.
-
-        Ranks gather and reduce in one order. Where a backward does not reach a run, because its output was dropped,
-        other ranks may reach it: its unit is gathered and reduced in its place here, too, with zeros.
-        """
+        """Expect a backward that reaches some of these runs, latest last; others may be reached by other ranks."""
+        # ranks gather and reduce in one order: what this rank does not reach has its place, too, with zeros
         self._outermost = outermost
         self._skips = any(not run.reached and not run.done for run in self._in_backward())
 
@@ -161,22 +146,12 @@ class UnitBackwards:
 
     def _fill(self, group: Any) -> None:
         """Give zeros to the parameters of a unit that this backward did not use, where it or another rank may."""
-        trained = [
-            parameter
-            for parameter in group.fsdp_params
-            if parameter.sharded_param.requires_grad and hasattr(parameter, "_unsharded_param")
-        ]
-        early = any(parameter.unsharded_accumulated_grad is not None for parameter in trained)
-        unused = [
-            parameter
-            for parameter in trained
-            if parameter.unsharded_accumulated_grad is None and parameter._unsharded_param.grad is None
-        ]
-        if (
-            len(unused) < len(trained)
-            or id(group) in self._passed
-            or (id(group) in self._trained_when_run and trained and accumulates(trained[0]._unsharded_param))
-        ):
+        wanted = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+        trained = [parameter for parameter in wanted if hasattr(parameter, "_unsharded_param")]
+        without_earlier = [parameter for parameter in trained if parameter.unsharded_accumulated_grad is None]
+        unused = [parameter for parameter in without_earlier if parameter._unsharded_param.grad is None]
+        used = len(unused) < len(trained) or id(group) in self._passed
+        if used or (id(group) in self._trained_when_run and trained and accumulates(trained[0]._unsharded_param)):
             without = set(map(id, unused))
             self._used.update(id(parameter.sharded_param) for parameter in trained if id(parameter) not in without)
             for parameter in unused:
@@ -185,10 +160,9 @@ class UnitBackwards:
                 if parameter.sharded_param.grad is None:
                     self._zeroed.append(parameter.sharded_param)
         # one dtype a unit: an earlier micro-batch has left gradients in the dtype of the reduction
-        if early and ACCUMULATES_APART:
-            for parameter in trained:
-                if parameter.unsharded_accumulated_grad is None:
-                    parameter.to_accumulated_grad_if_needed()
+        if len(without_earlier) < len(trained) and ACCUMULATES_APART:
+            for parameter in without_earlier:
+                parameter.to_accumulated_grad_if_needed()
 
     def use(self, parameter: nn.Parameter) -> None:
         """Record that the backward that runs reaches a sharded parameter by another way than its unit."""
@@ -208,12 +182,11 @@ class UnitBackwards:
 
     def turned(self) -> str | None:
         """Return the name of a parameter that was frozen, or unfrozen, since its unit ran."""
-        for group in (group for unit in self._units for group in param_groups(unit)):
-            before, now = self._trained_when_run.get(id(group)), trained_digits(group)
-            for parameter, was, is_now in zip(group.fsdp_params, before or now, now):
-                if was != is_now:
-                    name: str = parameter._param_fqn
-                    return name
+        for group in self._groups:
+            before = self._trained_when_run.get(id(group))
+            if before is not None and before != (now := trained_digits(group)):
+                states = zip(group.fsdp_params, before, now)
+                return next(parameter._param_fqn for parameter, was, is_now in states if was != is_now)
         return None
 
     @staticmethod
@@ -244,18 +217,14 @@ class _Apart(torch.autograd.Function):
 
 @eager  # FSDP2's hooks stand beside the compiled block, where this one would be a graph of its own
 def _return(module: nn.Module, args: object, kwargs: object, output: Any) -> Any:
-    """Return a unit's output without views of what it computed: a change in place of a view drops FSDP2's hook on it.
-
-    A view of its input stays one: whoever holds the input sees a change of it.
-    """
+    """Return a unit's output without views of what it computed: a change of one in place drops FSDP2's hook."""
     if not torch.is_grad_enabled():
         return output
-    given = {
-        id(base) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) for base in (leaf, leaf._base)
-    }
+    # a view of its input stays one: whoever holds the input sees a change of it
+    inputs = {id(base) for leaf in tensor_leaves((args, kwargs)) for base in (leaf, leaf._base)}
 
     def separate(value: Any) -> Any:
-        view = isinstance(value, Tensor) and value._is_view() and value.requires_grad and id(value._base) not in given
+        view = isinstance(value, Tensor) and value._is_view() and value.requires_grad and id(value._base) not in inputs
         return _Apart.apply(value) if view else value
 
     return tree_map(separate, output)

@@ -23,13 +23,7 @@ from meshpar._torch.weight_writes import WeightWrites, registered_tensor
 
 @final
 class Units:
-    """The modules that FSDP2 shards or replicates as one, inside one outermost module.
-
-    Attributes:
-        modules: those modules, outermost first.
-        writes: into their weights.
-        backwards: in which they reduce gradients.
-    """
+    """The modules that FSDP2 shards or replicates as one, inside one outermost module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [child for child in module.modules() if isinstance(child, FSDPModule)]
@@ -43,9 +37,7 @@ class Units:
         return any(group._training_state in open_states for group in self._groups)
 
     def unwind(self) -> None:
-        """Bring units back from a backward that an error ended; without it FSDP2 never sees the end of a later one,
-        nor reduces in it.
-        """
+        """Bring units back from a backward that an error ended, whose end FSDP2 would never see."""
         self.backwards.take_unused()
         self.writes.take_lost()
         for unit in self.modules:
@@ -102,8 +94,8 @@ class Units:
     def release(self, output: Iterable[Tensor]) -> None:
         """Let go of gathered weights after a call without gradients, unless its ``output`` has one of them."""
         gathered = (group.fsdp_params for group in self._groups if group.is_unsharded)
-        weights = {memory_of(held_part(one._unsharded_param)) for parameters in gathered for one in parameters}
-        if weights.isdisjoint(memory_of(held_part(one)) for one in output if one.layout == torch.strided):
+        weights = {memory_of(held_part(weight._unsharded_param)) for parameters in gathered for weight in parameters}
+        if weights.isdisjoint(memory_of(held_part(weight)) for weight in output if weight.layout == torch.strided):
             self.reshard()
 
     def hide(self, unit: nn.Module | None = None) -> None:

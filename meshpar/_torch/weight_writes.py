@@ -28,15 +28,12 @@ class WeightWrites:
 
     def keep_shards(self) -> None:
         """Remember the shards that are gathered now, for :meth:`shards_agree` and :meth:`written_shard`."""
-        gathered = [parameter for group in self._groups if group.is_unsharded for parameter in group.fsdp_params]
-        self._shards = [
-            (parameter, parameter.sharded_param, _version(parameter.sharded_param)) for parameter in gathered
-        ]
+        gathered = (parameter for group in self._groups if group.is_unsharded for parameter in group.fsdp_params)
+        shards = ((parameter, parameter.sharded_param) for parameter in gathered)
+        self._shards = [(parameter, shard, _version(shard)) for parameter, shard in shards]
 
     def shards_agree(self) -> Tensor | None:
-        """Return whether the kept shards are bit by bit what is gathered; None where one was written, replaced or let
-        go of.
-        """
+        """Return whether the kept shards are bit by bit what is gathered; None where one was written or let go."""
         gathered = {id(parameter) for group in self._groups if group.is_unsharded for parameter in group.fsdp_params}
         if self.written_shard() is not None or any(id(parameter) not in gathered for parameter, _, _ in self._shards):
             return None
@@ -44,14 +41,10 @@ class WeightWrites:
 
     def written_shard(self) -> str | None:
         """Return the name of a kept shard that was written or replaced."""
-        return next(
-            (
-                _name(parameter)
-                for parameter, was, then in self._shards
-                if parameter.sharded_param is not was or _version(was) != then
-            ),
-            None,
-        )
+        for parameter, was, then in self._shards:
+            if parameter.sharded_param is not was or _version(was) != then:
+                return _name(parameter)
+        return None
 
     def keep_gathered(self, unit: nn.Module) -> None:
         """Remember the state of a unit's weights, which are gathered now, for :meth:`written_in_forward`."""
@@ -60,13 +53,7 @@ class WeightWrites:
                 self._gathered[id(parameter)] = _version(parameter._unsharded_param)
 
     def written_in_forward(self, unit: nn.Module, *, look: bool) -> str | None:
-        """Return the name of a gathered weight that somebody wrote or replaced since :meth:`keep_gathered`.
-
-        Args:
-            unit: is gathered.
-            look: also compare values with this rank's shard, bit by bit, which finds a write through ``.data`` or
-                NumPy.
-        """
+        """Return the name of a gathered weight written since :meth:`keep_gathered`; ``look``: by its bits, too."""
         for group in param_groups(unit):
             for parameter in group.fsdp_params:
                 gathered, registered = parameter._unsharded_param, registered_tensor(parameter)

@@ -77,7 +77,7 @@ class Parallelized(TrainingSteps, ModuleWeights):
         self.reshard()
         with self.run.calls.inside():
             verification = test.run()
-        return report(verification if stage is None else join_stages(stage.gathered(verification)))
+        return report(verification if stage is None else join_stages(stage.gather(verification)))
 
     def register_method(self, name: str) -> None:
         """Let ``module.name(...)`` run like a call of the module: with gathered weights and the plan's checks.

@@ -150,7 +150,7 @@ class ExpertLoad:
         counters, sizes = (self._seen, self._choices, self._entropy), self._sizes
         flat = self._par.data_sum(torch.cat([counter.to(dtype).reshape(-1) for counter in counters]))
         if self._layers is not None:
-            every = self._layers.gathered((flat.cpu(), sizes))
+            every = self._layers.gather((flat.cpu(), sizes))
             sizes = [size for _, sizes_of_stage in every for size in sizes_of_stage]
             sums = torch.stack([part[-3:] for part, _ in every]).sum(0)
             flat = torch.cat([*(part[:-3] for part, _ in every), sums]).to(flat.device)

@@ -97,7 +97,7 @@ def scale_rates(
     rates, layers = dict(rates or {}), fact_of(module, Layers)
     if wrong := [factor for factor in (*rates.values(), 1.0 if layer_decay is None else layer_decay) if not factor > 0]:
         raise MeshparError(f"a factor of a learning rate must be above 0, got {wrong[0]}")
-    if layers is not None and any(layers.shared.keys() & group for group in tied_names(module)):
+    if layers is not None and any(layers.ties.shared.keys() & group for group in tied_names(module)):
         raise MeshparError(
             "scale_rates: embedding and head are tied over stages of pp, where each stage names the weight in its own "
             "way; use a mesh without pp, or a model whose weights are not tied"
@@ -120,7 +120,7 @@ def scale_rates(
 def _depths(module: nn.Module, layout: ModelLayout) -> dict[int, int]:
     """Return by ``id`` of a parameter how many blocks are behind it, its own included; one more before all blocks."""
     every = {name for name, _ in find_blocks(module, layout)}
-    every |= {*layers.line} if (layers := fact_of(module, Layers)) is not None else set()
+    every |= {*layers.portion.line} if (layers := fact_of(module, Layers)) is not None else set()
     blocks = [name for name, _ in module.named_modules() if name in every]
     if not blocks:
         problem = "layer_decay: the model's layout names no blocks; give ModelLayout(blocks=...), or use rates"

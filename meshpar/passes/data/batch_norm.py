@@ -42,32 +42,16 @@ def batch_norm_problems(module: nn.Module) -> Iterator[str]:
 def synchronize_batch_norm(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> None:
     """Compute the batch statistics of every batch norm of ``module`` over all ranks of ``axes``, in place.
 
-    Loss, gradients and running statistics then equal one process on the concatenated batch, on every device, also where
-    ranks have different numbers of samples, or none. Statistics are float32, or float64 for float64 inputs. Evaluation
-    with running statistics does not communicate. Names and ``state_dict`` do not change. The plan's recomputation does
-    not update the running statistics a second time, so that they equal a run without it; torch.utils.checkpoint in the
-    model's own code does, as it does in one process.
-
-    The backward of the exchange sums over the ranks, because each rank has a loss of its own and the statistics that
-    one rank sends enter the losses of all ranks. The gradients on a rank are therefore those of the sum of all ranks'
-    losses; the data passes average them over the ranks, which gives the gradient of the mean loss.
-    torch.nn.SyncBatchNorm (torch/nn/modules/_functions.py) reduces the same sums, with kernels that exist for
-    accelerators only. Variances are combined by the parallel algorithm of Chan, Golub and LeVeque (1979), which does
-    not cancel where the mean is large. The result can be differentiated twice.
-
-    Args:
-        module: the model. Batch norms that are refused by :func:`batch_norm_problems` stay as they are.
-        mesh: the mesh; ``axes`` are names of its axes.
-        axes: the axes whose ranks see different samples. Each of these ranks must call the module equally often.
+    In float32, or float64 for float64 inputs; ranks may have different numbers of samples. The backward of the exchange
+    sums over the ranks, whose losses all depend on the statistics; the data passes average. torch.nn.SyncBatchNorm
+    (torch/nn/modules/_functions.py) reduces the same sums, by kernels of accelerators alone. Variances are combined as
+    by Chan, Golub and LeVeque (1979), which does not cancel where the mean is large. It can be differentiated twice.
     """
     groups = [mesh.get_group(axis) for axis in axes if mesh[axis].size() > 1]
     for _, child in batch_norms(module):
-        known = installed(child)
-        if (
-            _has_torchs_forward(child)
-            and not isinstance(child, LazyModuleMixin)
-            and (known is None or known.forward is None)
-        ):
+        forward = installed(child)
+        replaced = forward is not None and forward.forward is not None
+        if _has_torchs_forward(child) and not isinstance(child, LazyModuleMixin) and not replaced:
             _set_forward(child, groups)
 
 
@@ -101,15 +85,15 @@ def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:
             output = _native(norm, input, updated, training=True, momentum=float(momentum))
             _keep([*running, norm.num_batches_tracked], [*updated, count])
             return output
-        found = _statistics(input, groups)
+        statistics = _statistics(input, groups)
         if tracked:  # before anything more is saved for backward, at which a recomputation may stop
-            values = (found.mean, found.squares / (found.values - 1))
+            values = (statistics.mean, statistics.squares / (statistics.values - 1))
             updated = [
                 statistic + (value.detach().to(statistic.dtype) - statistic) * momentum
                 for statistic, value in zip(running, values, strict=True)
             ]
             _keep([*running, norm.num_batches_tracked], [*updated, count])
-        return _normalized(norm, input, found)
+        return _normalize(norm, input, statistics)
 
     set_forward(norm, forward)
 
@@ -126,10 +110,8 @@ def _native(norm: Any, x: Tensor, running: list[Any], *, training: bool, momentu
     """Return torch's own batch norm of this rank's samples."""
     mean, variance = running
     # Mixed precision gathers weights in a dtype that torch's kernels do not take beside running statistics in float32.
-    weight, bias = (
-        parameter if parameter is None or mean is None else parameter.to(mean.dtype)
-        for parameter in (norm.weight, norm.bias)
-    )
+    affine = (norm.weight, norm.bias)
+    weight, bias = (tensor if tensor is None or mean is None else tensor.to(mean.dtype) for tensor in affine)
     return F.batch_norm(x, mean, variance, weight, bias, training, momentum, norm.eps)
 
 
@@ -151,7 +133,7 @@ def _statistics(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> _Statistics:
     centered = wide - own_mean.view(_by_channel(x))
     mean, squares = own_mean, centered.square().sum(dims)
     for group in groups:
-        count, mean, squares = _joined(count, mean, squares, group)
+        count, mean, squares = _join(count, mean, squares, group)
     assert_async(
         count[0] > 1,
         "batch norm needs more than one value per channel in the batch of all data ranks; this batch has fewer",
@@ -159,32 +141,31 @@ def _statistics(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> _Statistics:
     return _Statistics(own_mean, centered, count, mean, squares)
 
 
-def _normalized(norm: Any, x: Tensor, found: _Statistics) -> Tensor:
+def _normalize(norm: Any, x: Tensor, statistics: _Statistics) -> Tensor:
     """Return ``x`` normalized by the statistics of all ranks."""
-    scale = torch.rsqrt(found.squares / found.values + norm.eps)
+    scale = torch.rsqrt(statistics.squares / statistics.values + norm.eps)
     if norm.weight is not None:
         scale = scale * norm.weight
     # Centered by this rank's own mean, which is near the common one, so that nothing cancels and one activation is kept
     # for backward.
-    shift = (found.own_mean - found.mean) * scale
+    shift = (statistics.own_mean - statistics.mean) * scale
     if norm.bias is not None:
         shift = shift + norm.bias
     shape = _by_channel(x)
-    return torch.addcmul(shift.view(shape), found.centered, scale.view(shape)).to(x.dtype)
+    return torch.addcmul(shift.view(shape), statistics.centered, scale.view(shape)).to(x.dtype)
 
 
 def _by_channel(x: Tensor) -> list[int]:
     return [-1 if dim == 1 else 1 for dim in range(x.ndim)]
 
 
-def _joined(count: Tensor, mean: Tensor, squares: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _join(count: Tensor, mean: Tensor, squares: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Join the ranks' counts, means and sums of squared distances from them; the result is the same on every rank."""
-    counts, means, all_squares = _Gather.apply(torch.cat([count, mean, squares]), group).split(
-        [1, *([len(mean)] * 2)], 1
-    )
+    rows = _Gather.apply(torch.cat([count, mean, squares]), group)
+    counts, means, all_squares = rows.split([1, len(mean), len(mean)], 1)
     total = counts.sum(0)
-    joined = (counts * means).sum(0) / total.clamp(min=1.0)
-    return total, joined, (all_squares + counts * (means - joined).square()).sum(0)
+    joint_mean = (counts * means).sum(0) / total.clamp(min=1.0)
+    return total, joint_mean, (all_squares + counts * (means - joint_mean).square()).sum(0)
 
 
 class _Gather(torch.autograd.Function):
@@ -193,9 +174,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)).view(
-            group.size(), -1
-        )
+        rows = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
+        return rows.view(group.size(), -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

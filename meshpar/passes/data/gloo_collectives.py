@@ -1,8 +1,4 @@
-"""How FSDP2's shards travel between ranks on CPUs: by all-to-alls, which send straight to the rank that needs a part.
-
-Gloo's reduce-scatter is an all-reduce, sends twice the bytes and takes about twice the time; its all-gather copies this
-rank's part, too, where two ranks can swap theirs.
-"""
+"""FSDP2's shards on CPUs travel by all-to-alls: gloo's reduce-scatter is an all-reduce, which sends twice the bytes."""
 
 from __future__ import annotations
 
@@ -89,19 +85,7 @@ def gather_shards(outputs: Sequence[Tensor], shards: Sequence[Tensor], group: di
 def scatter_sums(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any, group: dist.ProcessGroup, *, exchanges: bool
 ) -> None:
-    """Reduce-scatter several tensors at once: each output gets this rank's part of the sum, or average, of the ranks'
-    inputs.
-
-    Args:
-        outputs: contiguous tensors of n elements.
-        inputs: as many, contiguous, of ranks x n elements.
-        op: ``ReduceOp.SUM`` or ``AVG``.
-        group: the ranks.
-        exchanges: use all-to-alls and sums.
-
-    Raises:
-        MeshparError: another ``op``, which gloo does not know either.
-    """
+    """Reduce-scatter (SUM or AVG) each ``inputs``, contiguous, into ``outputs``; ``exchanges``: by all-to-alls."""
     if exchanges and op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise MeshparError(
             f"ranks on CPUs cannot reduce gradients by {op}, which FSDP2 uses after set_gradient_divide_factor; call "

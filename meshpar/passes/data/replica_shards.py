@@ -1,6 +1,4 @@
-"""Two hops for FSDP2: slices of all data ranks are gathered over replicas once a step, over the shards of a replica
-as often as needed. Gradients are reduced the same way back.
-"""
+"""Two hops for FSDP2: slices are gathered over replicas once a step, shards inside a replica; gradients go back so."""
 
 from __future__ import annotations
 
@@ -35,56 +33,47 @@ _PARTS = 4
 
 @final
 class _Gather(Allocates):
-    """The all-gather of one unit: over replicas into the shard that this rank keeps for its replica, then over the
-    replica's shards.
-
-    Attributes:
-        fresh: the shard has the values of the slices.
-        following: the gather of a later unit, whose hop over replicas runs beside this unit's computing.
-        in_parts: the hop over shards is a call for each replica, without a copy; else it is one call, whatever the
-            number of replicas, and a copy, which costs an accelerator less than the launches.
-    """
+    """The all-gather of one unit: over replicas into the shard that this rank keeps, then over the replica's shards."""
 
     def __init__(
         self, unit: FSDPModule, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, in_parts: bool
     ) -> None:
         self._unit, self._replicas, self._shards, self.in_parts = unit, replicas, shards, in_parts
         self._shard: Tensor | None = None
+        # the shard has the values of the slices
         self.fresh = False
+        # the gather of a later unit, whose hop over replicas runs while this unit computes
         self.following: _Gather | None = None
 
     def begin(self) -> None:
-        """Start the hop over replicas, which the next gather waits for, unless the shard is up to date or nobody
-        waits for it.
-        """
+        """Start the hop over replicas, which the next gather waits for, unless the shard is up to date."""
         if not self.fresh and not is_gathered(self._unit):
-            self._over_replicas(self._mine())
+            self._over_replicas(self._slices())
 
     def unwritten(self) -> Tensor:
         """Return whether this rank's part of the shard equals its slices, a bool of no dimensions."""
-        mine = self._mine()
-        own = collective_ops.wait_tensor(self.shard()).chunk(self._replicas.size())[self._replicas.rank()]
-        return (mine.view(torch.uint8) == own.view(torch.uint8)).all()
+        in_shard = collective_ops.wait_tensor(self.shard()).chunk(self._replicas.size())[self._replicas.rank()]
+        return (self._slices().view(torch.uint8) == in_shard.view(torch.uint8)).all()
 
     def shard(self) -> Tensor:
         """Return the shard; one that was never gathered has memory and no values."""
-        return self._shard if self._shard is not None else self._memory(self._mine())
+        return self._shard if self._shard is not None else self._memory(self._slices())
 
-    def _mine(self) -> Tensor:
+    def _slices(self) -> Tensor:
         return torch.cat(gathered_inputs(self._unit))
 
-    def _memory(self, mine: Tensor) -> Tensor:
-        size = self._replicas.size() * mine.numel()
-        if self._shard is None or (self._shard.dtype, self._shard.numel()) != (mine.dtype, size):
-            self._shard = mine.new_empty(size)
+    def _memory(self, slices: Tensor) -> Tensor:
+        size = self._replicas.size() * slices.numel()
+        if self._shard is None or (self._shard.dtype, self._shard.numel()) != (slices.dtype, size):
+            self._shard = slices.new_empty(size)
         return self._shard
 
-    def _over_replicas(self, mine: Tensor) -> None:
+    def _over_replicas(self, slices: Tensor) -> None:
         count = self._replicas.size()
-        memory = collective_ops.wait_tensor(self._memory(mine))
-        own = memory.chunk(count)[self._replicas.rank()]
-        own.copy_(mine)
-        collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=memory)
+        memory = collective_ops.wait_tensor(self._memory(slices))
+        part = memory.chunk(count)[self._replicas.rank()]
+        part.copy_(slices)
+        collective_ops.all_gather_into_tensor_out(part, count, self._replicas.group_name, out=memory)
         self.fresh = True
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> None:
@@ -96,22 +85,17 @@ class _Gather(Allocates):
         if self.in_parts:
             gather_shards(output_tensor.chunk(count), shard.chunk(count), self._shards)
             return
+        # One call and a copy cost an accelerator less than the launches of a call for each replica. They give
         # shard after shard, and FSDP2 reads the slices of one replica after those of another
-        joined = torch.empty_like(output_tensor)
-        all_gather(joined, shard, self._shards)
-        output_tensor.view(count, self._shards.size(), -1).copy_(
-            joined.view(self._shards.size(), count, -1).transpose(0, 1)
-        )
+        by_shard = torch.empty_like(output_tensor)
+        all_gather(by_shard, shard, self._shards)
+        by_replica = by_shard.view(self._shards.size(), count, -1).transpose(0, 1)
+        output_tensor.view(count, self._shards.size(), -1).copy_(by_replica)
 
 
 @final
 class _Reduce(Allocates):
-    """The reduce-scatter of a unit: over the replica's shards, then over replicas.
-
-    Attributes:
-        exchanges: a hop is an all-to-all and a sum, because gloo's reduce-scatter is an all-reduce, which sends twice
-            the bytes.
-    """
+    """The reduce-scatter of a unit: over the replica's shards, then over replicas."""
 
     def __init__(self, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, exchanges: bool) -> None:
         self._replicas, self._shards, self.exchanges = replicas, shards, exchanges
@@ -136,40 +120,23 @@ class _Reduce(Allocates):
 
 
 def _slices_group(axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another group of the same ranks, for slices alone, where collectives wait for earlier ones of their group
-    (gloo).
-
-    What ranks compare before each unit would wait for the slices of later units, and the link between replicas for the
-    comparison.
-    """
+    """Return another group of the same ranks, for slices alone, where collectives wait for earlier ones (gloo)."""
+    # What ranks compare before each unit would wait for the slices of later units, and those for the comparison.
     if dist.get_backend(group) != dist.Backend.GLOO:
         return group
-    made: Any = dist.new_group(
-        dist.get_process_group_ranks(group), use_local_synchronization=True, group_desc=f"{axis} slices"
-    )
-    share_timeout([made])
-    return made
+    ranks = dist.get_process_group_ranks(group)
+    slices: Any = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"{axis} slices")
+    share_timeout([slices])
+    return slices
 
 
 @final
 class ReplicaShards:
     """The shards that the ranks of a replica keep of parameters that are split over all data ranks.
 
-    FSDP2 splits a unit over replicas and, in each, over shards: rank (r, s) stores slice (r, s), which it trains.
-    Gathering takes two hops. The first gathers the slices (0..R, s) over replicas into a shard in the computing dtype,
-    once in each forward, or in the first of those that accumulate gradients. The second gathers the shards inside the
-    replica, and is each of FSDP2's all-gathers. Gradients take the same hops back. This is the secondary partition of
-    ZeRO++ (Wang et al. 2023, arXiv 2306.10209).
-
-    Args:
-        module: the outermost module, whose units are sharded over the flattened (replicas, shards).
-        mesh: has both axes.
-        divided: modules that another axis divides -> a mesh of their own, which has both axes, too.
-        replicas: the axis over which a shard is gathered once a step.
-        shards: the axis inside a replica.
-
-    Attributes:
-        groups: process groups made for slices alone, with their axis.
+    Rank (r, s) stores and trains slice (r, s) of a unit. One hop gathers the slices (0..R, s) over replicas into a
+    shard in the computing dtype, once in each forward, or in the first of those that accumulate gradients. The other
+    gathers the shards, and is each of FSDP2's all-gathers: the secondary partition of ZeRO++ (arXiv 2306.10209).
     """
 
     def __init__(
@@ -180,15 +147,15 @@ class ReplicaShards:
         slices_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         unit: Any  # FSDP2 names the classes of its collectives in private modules alone
         for unit in units_with_parameters(module):
-            held_on = divided.get(unit, mesh)
-            axis = held_on.get_group(replicas)
+            unit_mesh = divided.get(unit, mesh)
+            axis = unit_mesh.get_group(replicas)
             if axis not in slices_groups:
                 slices_groups[axis] = _slices_group(replicas, axis)
-            groups = slices_groups[axis], held_on.get_group(shards)
+            groups = slices_groups[axis], unit_mesh.get_group(shards)
             self._gathers.append(_Gather(unit, *groups, in_parts=alone))
             unit.set_custom_all_gather(self._gathers[-1])
             unit.set_custom_reduce_scatter(_Reduce(*groups, exchanges=alone))
-        self.groups = [(replicas, made) for axis, made in slices_groups.items() if made is not axis]
+        self.groups = [(replicas, group) for axis, group in slices_groups.items() if group is not axis]
         self._ahead = len(self._gathers) if alone else _AHEAD
         for gather, following in itertools.zip_longest(self._gathers, self._gathers[self._ahead :]):
             gather.following = following
@@ -199,11 +166,7 @@ class ReplicaShards:
             gather.fresh = False
 
     def check_unwritten(self) -> None:
-        """Check that this rank's slices are still what the shards were gathered from, bit for bit.
-
-        Raises:
-            MeshparError: they are not. On an accelerator, where looking would wait, the device ends with an assertion.
-        """
+        """Refuse slices that are not what was gathered; on an accelerator the device ends by an assertion."""
         looked_at = [gather.unwritten() for gather in self._gathers if gather.fresh]
         if looked_at and not runtime.queues(looked_at[0].device) and not all(looked_at):
             raise MeshparError(_WRITTEN)
@@ -211,9 +174,7 @@ class ReplicaShards:
             assert_async(same, _WRITTEN)
 
     def begin(self) -> None:
-        """Start to gather the first units' shards, if out of date; each unit starts a later one's. Collective over
-        replicas.
-        """
+        """Start to gather the first units' shards; each unit starts a later one's. Collective over replicas."""
         for gather in self._gathers[: self._ahead]:
             gather.begin()
 

@@ -1,9 +1,7 @@
-"""FullyShard, HybridShard and Replicate: ranks that see different data, and split or repeat parameters and optimizer
-state (FSDP2).
+"""FullyShard, HybridShard and Replicate: FSDP2, which averages the gradients of a unit at the end of its backward.
 
-FSDP2 averages the gradients of a unit at the end of the unit's backward. Others are averaged or summed in
-``whole_parameters.py`` (parameters that ranks keep whole), ``replica_shards.py`` (one optimizer for all replicas),
-``step/gradients.py`` (weights that a loss uses by itself), and in the backward of ``passes/tensor/collectives.py``.
+Other gradients are averaged or summed in ``whole_parameters.py``, ``replica_shards.py``, ``step/gradients.py`` and
+the backward of ``passes/tensor/collectives.py``.
 """
 
 from __future__ import annotations
@@ -55,10 +53,8 @@ class Precision:
     def policy(
         self, param_dtype: torch.dtype | None, output_dtype: torch.dtype | None, cast_inputs: bool
     ) -> MixedPrecisionPolicy:
-        """Return a policy whose reduction is in the dtype of the computation unless ``reduce_dtype`` says otherwise.
-
-        FSDP2's own default is that up to torch 2.14, and the dtype of the stored parameters since.
-        """
+        """Return a policy whose reduction is in the dtype of the computation unless ``reduce_dtype`` says otherwise."""
+        # FSDP2's own default is that up to torch 2.14, and the dtype of the stored parameters since
         return MixedPrecisionPolicy(param_dtype, self.reduce_dtype or param_dtype, output_dtype, cast_inputs)
 
     def inner(self) -> MixedPrecisionPolicy:
@@ -70,31 +66,23 @@ class Precision:
         return self.policy(self.param_dtype, self.output_dtype, self.cast_forward_inputs)
 
     def kept(self) -> MixedPrecisionPolicy:
-        """Return the policy of a module that computes in float32 among others that do not: its output goes back to
-        their dtype.
-        """
+        """Return the policy of a module in float32 among others that are not: its output goes back to their dtype."""
         return self.policy(torch.float32, self.param_dtype, True)
 
     ends_from: ClassVar[float] = math.inf
-    """Parameters from which an embedding or a head is a unit of its own: gathered where it runs, and a head's gradient
-    is reduced while the blocks are in their backward.
-    """
+    """Parameters from which an embedding or a head is a unit of its own, reduced while others are in their backward."""
 
     def units(
         self, module: nn.Module, layout: ModelLayout, min_params: int = 0
     ) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
-        """Return (module, policy, name) of the units, innermost first; the last is the whole model with what no
-        other unit holds.
-        """
-        order = {name: place for place, (name, _) in enumerate(module.named_modules())}
-        found_blocks = find_blocks(module, layout, self.blocks)
-        large = {
-            name: block for name, block in found_blocks if sum(p.numel() for p in block.parameters()) >= min_params
-        }
+        """Return (module, policy, name) of the units, innermost first; the last is the whole model with the rest."""
+        order = {name: number for number, (name, _) in enumerate(module.named_modules())}
+        blocks = find_blocks(module, layout, self.blocks)
+        large = {name: block for name, block in blocks if sum(p.numel() for p in block.parameters()) >= min_params}
         single: dict[str, nn.Module] = {}
         if self.param_dtype not in (None, torch.float32):
-            found = (pair for pattern in layout.fp32 for pair in find_modules(module, pattern))
-            single = {name: child for name, child in found if any(True for _ in child.parameters())}
+            pairs = (pair for pattern in layout.fp32 for pair in find_modules(module, pattern))
+            single = {name: child for name, child in pairs if any(True for _ in child.parameters())}
         inside = {child for block in large.values() for child in block.modules()}
         ends = {name: module.get_submodule(name) for name in large_ends(module, layout, self.ends_from)}
         large |= {name: child for name, child in ends.items() if child not in inside}
@@ -111,14 +99,12 @@ class Precision:
     def keep_whole(
         self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], facts: Facts
     ) -> tuple[set[nn.Parameter], Installed]:
-        """Take out the parameters that every rank of ``axes`` keeps whole; return them, as FSDP2 is to ignore them, and
-        what averages their gradients.
-        """
+        """Take out the parameters that every rank keeps whole; return them, and what averages their gradients."""
         for parameter in module.parameters():
-            held = held_part(parameter)
+            part = held_part(parameter)
             # which FSDP2 cannot split
-            if not held.is_contiguous() and 0 not in held.stride() and not is_shard(parameter):
-                held.data = held.data.contiguous()
+            if not part.is_contiguous() and 0 not in part.stride() and not is_shard(parameter):
+                part.data = part.data.contiguous()
         names, earlier = list(kept_whole(module, self.whole)), facts.find(WholeParameters)
         whole = earlier or WholeParameters(module, mesh, axes)
         if names or earlier is not None:
@@ -130,25 +116,24 @@ class Precision:
         """Yield the dtypes that are none, patterns that match nothing, and what the units mix."""
         owner = type(self).__name__
         yield from block_problems(owner, module, layout, self.blocks, required=False)
-        known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         for pattern in () if self.whole == "frozen" else self.whole:
-            if not any(covers(pattern, name) for name in known):
-                names = [*known, *(name for name, _ in module.named_modules())]
-                yield f"{owner}(whole=...) {pattern!r} matches no parameter; {suggestion(pattern, names)}"
+            if not any(covers(pattern, name) for name in names):
+                close = suggestion(pattern, [*names, *(name for name, _ in module.named_modules())])
+                yield f"{owner}(whole=...) {pattern!r} matches no parameter; {close}"
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             value = getattr(self, field)
             if value is not None and value not in FLOATS:
                 yield f"{owner}({field}={value}) is not a floating dtype; use one of {', '.join(map(str, FLOATS))}"
-        integers = [
-            name for name, parameter in module.named_parameters() if not parameter.is_floating_point() and BEFORE_2_13
-        ]
-        if left := sorted(set(integers) - set(kept_whole(module, self.whole))):
+        whole = set(kept_whole(module, self.whole))
+        integers = {name for name, parameter in module.named_parameters() if not parameter.is_floating_point()}
+        if BEFORE_2_13 and (sharded := sorted(integers - whole)):
             yield (
-                f"{owner}: {', '.join(left)} are parameters of integers, which torch {torch.__version__} cannot "
-                f"shard; use torch 2.13 or newer, register them as buffers, or use {owner}(whole={left})"
+                f"{owner}: {', '.join(sharded)} are parameters of integers, which torch {torch.__version__} cannot "
+                f"shard; use torch 2.13 or newer, register them as buffers, or use {owner}(whole={sharded})"
             )
         units = [(name, unit) for unit, _, name in self.units(module, layout, min_params)]
-        yield from unit_content_problems(units, module, set(kept_whole(module, self.whole)))
+        yield from unit_content_problems(units, module, whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +164,10 @@ class _Sharding(Precision):
         yield from self.common_problems(module, layout, self.min_params)
         keep = self.reshard_after_forward
         if not isinstance(keep, bool) and not (1 < keep < shards and shards % keep == 0):
-            fits = [divisor for divisor in divisors(shards) if divisor < shards]
-            would = fits or "no number"
+            fits = [divisor for divisor in divisors(shards) if divisor < shards] or "no number"
             yield (
                 f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards}, between 1 and "
-                f"{shards}; use {would}"
+                f"{shards}; use {fits}"
             )
         if self.offload not in (None, "cpu"):
             yield f"{owner}(offload={self.offload!r}) is not known; use 'cpu' or None"
@@ -197,24 +181,21 @@ class _Sharding(Precision):
                 yield unmatched(f"layout.fp32 pattern {pattern!r}", pattern, module)
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
-        kept = {id(parameter) for parameter in kept_whole(module, self.whole).values()}
-        return {
-            name for name, parameter in module.named_parameters(remove_duplicate=False) if id(parameter) not in kept
-        }
+        whole = {id(parameter) for parameter in kept_whole(module, self.whole).values()}
+        named = module.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in named if id(parameter) not in whole}
 
     def shard(
         self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts, *, splits_replicas: bool = False
     ) -> Installed:
-        """Apply ``fully_shard`` unit by unit, the outermost last, on (shards) or (replicas, shards); where
-        ``splits_replicas``, on both as one axis.
-        """
+        """Apply ``fully_shard`` unit by unit, the outermost last; ``splits_replicas``: over both axes as one."""
         cast_buffers(module, self.buffer_dtype)
         axes = self.axes
-        held_on = flattened(mesh[axes]) if splits_replicas else mesh[axes]
         ignored, installed = self.keep_whole(module, mesh, axes, facts)
+        pins = not runtime.on_host(mesh.device_type)
         common: dict[str, Any] = {
-            "mesh": held_on,
-            "offload_policy": self._offload_policy(mesh),
+            "mesh": flattened(mesh[axes]) if splits_replicas else mesh[axes],
+            "offload_policy": CPUOffloadPolicy(pin_memory=pins) if self.offload == "cpu" else OffloadPolicy(),
             "ignored_params": ignored,
         }
         keep, layers, experts = self.reshard_after_forward, facts.find(Layers), facts.find(DividedModules)
@@ -240,11 +221,8 @@ class _Sharding(Precision):
     def _shard_divided(
         self, module: nn.Module, layout: ModelLayout, meshes: Mapping[nn.Module, DeviceMesh], common: dict[str, Any]
     ) -> set[FSDPModule]:
-        """Shard what an axis of samples divides over the data axes alone, each module a unit; what is inside of it sees
-        every sample.
-
-        It computes in the dtype in which it would as a part of the unit around it, which has cast the inputs.
-        """
+        """Shard what an axis of samples divides over the data axes alone, each module a unit."""
+        # it computes in the dtype in which it would as a part of the unit around it, which has cast the inputs
         units = set[FSDPModule]()
         keep = self.reshard_after_forward if isinstance(self.reshard_after_forward, bool) else True
         single = {child for pattern in layout.fp32 for _, child in find_modules(module, pattern)}
@@ -255,36 +233,27 @@ class _Sharding(Precision):
             policy = self.policy(dtype, None, False)
             make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common)
             units.update(make(child) for child in unit.children() if any(True for _ in child.parameters()))
-            held_on = mesh[axes] if common["mesh"].ndim == len(axes) else flattened(mesh[axes])
+            data_mesh = mesh[axes] if common["mesh"].ndim == len(axes) else flattened(mesh[axes])
             policy = self.kept() if unit in single and self.param_dtype is not None else policy
-            make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **{**common, "mesh": held_on})
+            make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **{**common, "mesh": data_mesh})
             units.add(make(unit))
         return units
 
-    def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
-        return (
-            CPUOffloadPolicy(pin_memory=not runtime.on_host(mesh.device_type))
-            if self.offload == "cpu"
-            else OffloadPolicy()
-        )
-
     def _prefetch(self, units: list[FSDPModule], *, by_order: bool) -> None:
         """Set what is gathered ahead: FSDP2's own choice follows forwards, and fails for several before a backward."""
-        for place, unit in enumerate(units):
+        for number, unit in enumerate(units):
             if self.prefetch_forward:
-                unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + self.prefetch_forward])
+                unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + self.prefetch_forward])
             if self.prefetch_backward != 1 or not by_order:
-                # An empty list means FSDP2's own choice, so "none" is said by naming the unit itself, which is gathered
-                # already.
-                ahead = units[max(0, place - self.prefetch_backward) : place][::-1]
+                ahead = units[max(0, number - self.prefetch_backward) : number][::-1]
+                # an empty list means FSDP2's own choice; the unit itself, which is gathered already, means none
                 unit.set_modules_to_backward_prefetch(ahead or [unit])
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShard(_Sharding, Pass):  # type: ignore[override]
-    """Shard every parameter over the ``dp_shard`` axis, whose ranks get different data (ZeRO-3, arXiv 1910.02054;
-    FSDP2).
+    """Shard every parameter over ``dp_shard``, whose ranks get different data (FSDP2; ZeRO-3, arXiv 1910.02054).
 
     Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
 
@@ -297,9 +266,8 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
         param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
         reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
         output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
-        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps
-            and positions: 998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set
-            False.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. Timesteps and positions are
+            rounded, too (998.39 to 1000 in bfloat16): pass integers, or cast inputs in the model and set False.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
         blocks: name patterns or class names of the units. Defaults to the layout's blocks. An embedding or a head of
             2^27 parameters or more is a unit of its own where the layout names it (``vocab``, ``head``) and it is not
@@ -313,12 +281,9 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
             until somebody writes a parameter, or ``module.train()``. A number: reshard to groups of this many adjacent
             ranks (a node). The outermost unit, large embeddings and heads keep their parameters, unless this is a
             number.
-        offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an
-            accelerator.
-        prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's
-            overlap alone.
-        prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when
-            it is needed.
+        offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, pinned for an accelerator.
+        prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap.
+        prefetch_backward: number of units that backward gathers ahead: 1 is FSDP2's default, 0 gathers none ahead.
         min_params: merge blocks with fewer parameters than this into the unit around them.
     """
 
@@ -339,9 +304,8 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
     inside the nodes, and one all-reduce of gradient shards crosses the nodes.
 
     ``optimizer="world"`` splits parameters, gradients and optimizer state over all ranks of both axes. Each rank trains
-    one slice of its shard, and keeps the shard itself in ``param_dtype`` only. The all-reduce becomes a reduce-scatter
-    in backward and an all-gather of the slices in the next forward, which send the same bytes together. The results are
-    the same.
+    one slice of its shard, and keeps the shard itself in ``param_dtype`` only. A reduce-scatter in backward and an
+    all-gather of the slices in the next forward send the bytes of the all-reduce. The results are the same.
 
     Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
 
@@ -403,55 +367,37 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def large_ends(module: nn.Module, layout: ModelLayout, least: float) -> dict[str, int]:
-    """Return the embeddings and heads of ``least`` parameters or more that the layout names: name -> -1 before the
-    blocks, 1 behind them.
-
-    Not those that share a parameter with another module, which one unit has to hold.
-    """
-    styles = {"vocab": -1, "head": 1}
-    named = {pattern: styles[style] for pattern, style in layout.tensor.styles.items() if style in ("vocab", "head")}
-    found = {
-        name: place
-        for pattern, place in {**named, **({layout.head: 1} if layout.head else {})}.items()
-        for name, child in find_modules(module, pattern)
-        if not any(True for _ in child.children()) and sum(own.numel() for own in child.parameters()) >= least
-    }
-    if not found:
-        return {}
+    """Return the untied embeddings (-> -1) and heads (-> 1) of ``least`` parameters or more that the layout names."""
+    sides = {pattern: {"vocab": -1, "head": 1}.get(str(style), 0) for pattern, style in layout.tensor.styles.items()}
+    sides |= {layout.head: 1} if layout.head else {}
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    return {
-        name: place
-        for name, place in found.items()
-        if all(uses[id(parameter)] == 1 for parameter in module.get_submodule(name).parameters())
-    }
+    ends = dict[str, int]()
+    for pattern, side in sides.items():
+        for name, child in find_modules(module, pattern) if side else ():
+            parameters = [] if any(True for _ in child.children()) else list(child.parameters())
+            untied = all(uses[id(parameter)] == 1 for parameter in parameters)
+            if parameters and untied and sum(parameter.numel() for parameter in parameters) >= least:
+                ends[name] = side
+    return ends
 
 
 def unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole: set[str]) -> Iterator[str]:
-    """Yield units with several dtypes, and tied parameters that would land in two units; those in ``whole`` are in
-    none.
-    """
-    unit_of: dict[int, str] = {}
-    names: dict[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
+    """Yield units with several dtypes, and tied parameters in two units; those in ``whole`` are in none."""
+    unit_of = dict[int, str]()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     for unit_name, unit in units:
-        dtypes: dict[torch.dtype, str] = {}
+        dtypes = dict[torch.dtype, str]()
         for parameter in unit.parameters():
             managed = parameter.requires_grad and names[id(parameter)] not in whole
             if unit_of.setdefault(id(parameter), unit_name) == unit_name and managed:
                 dtypes.setdefault(parameter.dtype, names[id(parameter)])
         if len(dtypes) > 1:
             listed = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
-            title = unit_name or "(the outermost)"
             yield (
-                f"unit {title!r} mixes dtypes: {listed}; FSDP2 needs one dtype a unit: cast the model, or give the "
-                "odd ones a unit"
+                f"unit {unit_name or '(the outermost)'!r} mixes dtypes: {listed}; FSDP2 needs one dtype a unit: cast "
+                "the model, or give the odd ones a unit"
             )
-    yield from _tied_problems(units, module, whole)
-
-
-def _tied_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole: set[str]) -> Iterator[str]:
-    titles = {id(unit): title for title, unit in units}
-    homes = {"": ""}
-    places: dict[int, dict[str, str]] = {}
+    titles, homes, places = {id(unit): title for title, unit in units}, {"": ""}, dict[int, dict[str, str]]()
     for name, child in module.named_modules(remove_duplicate=False):
         homes[name] = titles.get(id(child), homes[name.rpartition(".")[0]])
         for leaf, parameter in child.named_parameters(recurse=False):
@@ -468,8 +414,7 @@ def _tied_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicate(Precision, Pass):
-    """Replicate the model on every rank of ``dp_replicate`` (DDP). Gradients are averaged block by block while backward
-    runs.
+    """Replicate the model over ``dp_replicate`` (DDP). Gradients are averaged block by block while backward runs.
 
     Composes with :class:`TensorParallel`. For replicas of a sharded model use :class:`HybridShard`.
 

@@ -1,6 +1,4 @@
-"""Parameters in a forward: the local part of a split one, and those that data ranks keep whole, with gradients averaged
-here.
-"""
+"""Parameters in a forward: the local part of a split one, and those that data ranks keep whole and average."""
 
 from __future__ import annotations
 
@@ -35,33 +33,22 @@ from meshpar.tensors.placements import local_tensor
 
 def is_transposed(module: nn.Module) -> bool:
     """Tell GPT-2's Conv1D, whose weight is (in, out), from a linear layer, whose weight is (out, in)."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ in (
-        "transformers.pytorch_utils",
-        "meshpar.models.gpt2",
-    )
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ in ("transformers.pytorch_utils", "meshpar.models.gpt2")
 
 
 def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> Iterator[str]:
-    """Yield why a style that computes in a module's place would compute something else: what it replaces must be what
-    it knows.
-
-    Args:
-        name: the module's name.
-        module: what is to be replaced.
-        base: the class whose forward the style knows (``nn.Linear``, which stands for GPT-2's Conv1D too;
-            ``nn.Embedding``).
-    """
-    kind, known = type(module), base.__name__
+    """Yield why a style that knows the forward of ``base`` would compute something else in a module's place."""
+    kind = type(module)
+    skips = f"which a style for {base.__name__} would skip"
     leave = f"leave it whole: {whole_styles([name])}, or give it a style of your own"
     if parametrize.is_parametrized(module):
         parts = ", ".join(sorted(module.parametrizations))  # type: ignore[arg-type]
-        yield f"{name} computes its {parts} by a parametrization, which a style for {known} would skip; {leave}"
+        yield f"{name} computes its {parts} by a parametrization, {skips}; {leave}"
     elif kind.forward is not base.forward and not is_transposed(module):
-        yield (
-            f"{name} is a {class_name(module)} with a forward of its own, which a style for {known} would skip; {leave}"
-        )
+        yield f"{name} is a {class_name(module)} with a forward of its own, {skips}; {leave}"
     elif own_forward(module) is not None:
-        yield f"{name} has a forward that was set on it, which a style for {known} would skip; {leave}"
+        yield f"{name} has a forward that was set on it, {skips}; {leave}"
     elif kind is NonDynamicallyQuantizableLinear:
         around = name.rpartition(".")[0] or "the model"
         yield (
@@ -83,11 +70,9 @@ def whole_styles(names: Sequence[str]) -> str:
 def features_of(module: nn.Module) -> tuple[int, int] | None:
     """Return (input features, output features) of a linear layer, None for anything else."""
     weight = getattr(module, "weight", None)
-    if (
-        not isinstance(weight, Tensor)
-        or weight.ndim != 2
-        or not (isinstance(module, nn.Linear) or is_transposed(module))
-    ):
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        return None
+    if not (isinstance(module, nn.Linear) or is_transposed(module)):
         return None
     rows, columns = weight.shape
     return (rows, columns) if is_transposed(module) else (columns, rows)
@@ -103,9 +88,7 @@ def empty_problems(name: str, what: str, count: int, size: int) -> Iterator[str]
 
 
 def set_product(module: nn.Linear, product: Product) -> None:
-    """Let a linear layer multiply by ``(x, weight, bias) -> y``, also where tensor parallelism has given it another
-    forward.
-    """
+    """Let a linear layer multiply by ``(x, weight, bias) -> y``, also where a style has given it another forward."""
     record(module).product = product
     if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
         set_forward(module, lambda x: product(x, module.weight, module.bias))
@@ -113,19 +96,14 @@ def set_product(module: nn.Linear, product: Product) -> None:
 
 def linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply a layer with another weight and bias than its own."""
-    known = installed(module)
-    if known is not None and known.product is not None:
-        return known.product(x, weight, bias)
+    forward = installed(module)
+    if forward is not None and forward.product is not None:
+        return forward.product(x, weight, bias)
     return F.linear(x, weight.t() if is_transposed(module) else weight, bias)
 
 
 def local(parameter: Any) -> Any:
-    """Return this rank's part of a parameter, as autograd knows it; None stays None.
-
-    Raises:
-        ParallelError: a plain tensor, which somebody put in a parameter's place: whether it is the whole or a part
-            cannot be known; or what data ranks have of it where it is not gathered.
-    """
+    """Return this rank's part of a parameter, as autograd knows it; None stays None."""
     if parameter is None:
         return None
     if is_shard(parameter):
@@ -143,13 +121,9 @@ def local(parameter: Any) -> Any:
 
 
 def keep_unpacked(module: nn.Module) -> None:
-    """Let recurrent layers leave their weights in the memory where they are.
-
-    On CUDA, ``flatten_parameters`` moves them side by side into memory of its own, where no later gather would write
-    them.
-    """
+    """Let recurrent layers leave their weights in the memory where they are, where gathers write them."""
     for child in module.modules():
-        if isinstance(child, nn.RNNBase):
+        if isinstance(child, nn.RNNBase):  # on CUDA it would move them side by side into memory of its own
             child.flatten_parameters = _leave  # type: ignore[method-assign]
 
 
@@ -163,16 +137,12 @@ def strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def shard_parameter(module: nn.Module, name: str, dim: int, context: Context) -> None:
-    """Replace a parameter by a DTensor split along ``dim``; one that was replaced already, under another name, stays
-    the same.
-    """
+    """Replace a parameter by a DTensor split along ``dim``; a tied one that was replaced stays the same."""
     _place(module, name, Shard(dim), context)
 
 
 def keep_whole(module: nn.Module, context: Context) -> None:
-    """Make DTensors of the parameters in ``module`` that nothing split, so that optimizers and loops see one kind of
-    parameter.
-    """
+    """Make DTensors of the parameters in ``module`` that nothing split, so that loops see one kind of parameter."""
     for child in module.modules():
         for name in child._parameters:
             _place(child, name, Replicate(), context)
@@ -182,8 +152,8 @@ def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: 
     parameter = module._parameters.get(name)
     if parameter is None:
         return
-    taken = _taken(parameter, context)
-    if taken is None:
+    replacement = _taken(parameter, context)
+    if replacement is None:
         part, mesh = parameter.detach(), context.mesh
         placements: list[Placement] = [placement]
         if isinstance(part, DTensor):  # experts, which another axis divided before
@@ -192,17 +162,15 @@ def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: 
             part = part.to_local()
         if isinstance(placement, Shard):
             part = part.chunk(context.size, placement.dim)[context.rank].clone(memory_format=torch.contiguous_format)
-        taken = part_of(parameter, part, mesh, placements)
-        was, now = weakref.ref(parameter), weakref.ref(taken)
-        context.placed.update({id(parameter): (was, now), id(taken): (now, now)})
-    module._parameters[name] = taken
+        replacement = part_of(parameter, part, mesh, placements)
+        was, now = weakref.ref(parameter), weakref.ref(replacement)
+        context.placed.update({id(parameter): (was, now), id(replacement): (now, now)})
+    module._parameters[name] = replacement
 
 
 def _taken(parameter: nn.Parameter, context: Context) -> nn.Parameter | None:
-    """Return the parameter that took the place of ``parameter``, or is in place already; None where none did.
-
-    Numbers of objects are given again once an object is gone, so a reference says whose number it was.
-    """
+    """Return the parameter that took the place of ``parameter``, or is in place already; None where none did."""
+    # numbers of objects are given again once an object is gone, so a reference says whose number it was
     was, now = context.placed.get(id(parameter), (None, None))
     return now() if was is not None and now is not None and was() is parameter else None
 
@@ -212,89 +180,71 @@ def part_of(parameter: nn.Parameter, part: Tensor, mesh: DeviceMesh, placements:
     whole = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=parameter.shape, stride=strides(parameter.shape)
     )
-    taken = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-    vars(taken).update(vars(parameter))
-    return taken
+    replacement = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    vars(replacement).update(vars(parameter))
+    return replacement
 
 
 def see_whole(module: nn.Module, blocks: set[nn.Module], styled: set[nn.Module]) -> None:
-    """Let modules that know nothing of the split compute with the plain tensors behind the parameters that every rank
-    holds whole.
-
-    Each block, which may be gathered or recomputed alone, does so for all that is in it, whose methods and parameters
-    any code inside may use, and the outermost module for what is in no block: a recomputation must do what the forward
-    did. A module that is called alone does so for itself, and without a styled one in it for its children.
-    """
+    """Let modules that know nothing of the split compute with plain tensors of what every rank holds whole."""
+    # Each block, which may be gathered or recomputed alone, does so for all that is in it, whose methods and parameters
+    # any code inside may use, and the outermost module for what is in no block: a recomputation repeats the forward.
+    # A module that is called alone does so for itself, and without a styled one in it for its children.
     in_blocks = {child for block in blocks if block is not module for child in block.modules()}
     for child in module.modules():
         if child is module or child in blocks:
             inside = [inner for inner in child.modules() if child in blocks or inner not in in_blocks]
-        elif _reads(child) or not any(True for _ in child.parameters(recurse=False)):
+        elif not _needs_plain(child):
             continue
         else:
-            inside = (
-                [child]
-                if any(inner in styled for inner in child.modules() if inner is not child)
-                else list(child.modules())
-            )
-        see_plain(
-            child,
-            [inner for inner in inside if any(True for _ in inner.parameters(recurse=False)) and not _reads(inner)],
-            "tensor axis",
-        )
+            inside = [child] if not styled.isdisjoint(list(child.modules())[1:]) else list(child.modules())
+        see_plain(child, list(filter(_needs_plain, inside)), "tensor axis")
+
+
+def _needs_plain(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False)) and not _reads(module)
 
 
 def _reads(module: nn.Module) -> bool:
-    known = installed(module)
-    return known is not None and known.reads_parameters
+    forward = installed(module)
+    return forward is not None and forward.reads_parameters
 
 
 def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
-    """Replace replicated DTensor parameters of modules ``inside`` by their local tensors in ``module``'s forward.
-
-    ``over`` names the ranks that hold them alike.
-    """
+    """In ``module``'s forward let modules ``inside`` see as plain tensors what all ranks ``over`` hold whole."""
     record(module).sees[over], inner = inside, module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        kept = [
-            (child._parameters, name, value)
-            for child in inside
-            for name, value in child._parameters.items()
-            if is_whole(value)
-        ]
+        tables = [child._parameters for child in inside]
+        whole = [(table, name, value) for table in tables for name, value in table.items() if is_whole(value)]
         seen: list[tuple[str, Any, int, int]] = []
         try:
-            for owner, name, value in kept:
+            for owner, name, value in whole:
                 plain: Any = part_here(value)  # type: ignore[arg-type]
                 plain = plain if plain.ndim else _Scalar.apply(plain)
                 owner[name] = plain
                 if not torch.compiler.is_compiling():
                     seen.append((name, plain, memory_of(plain), plain._version))
             output = inner(*args, **kwargs)
-            for (owner, _, _), (name, given, memory, _) in zip(kept, seen):
-                if memory_of(given) != memory or owner[name] is not given:
+            for (owner, _, _), (name, plain, memory, _) in zip(whole, seen):
+                if memory_of(plain) != memory or owner[name] is not plain:
                     refuse_written(name)
             return output
         except MeshparError:
             raise
         except RuntimeError as error:  # autograd's of views
-            if written := [name for name, given, _, version in seen if given._version != version]:
+            if written := [name for name, plain, _, version in seen if plain._version != version]:
                 refuse_written(written[0], error)
             raise
         finally:
-            for owner, name, value in kept:
+            for owner, name, value in whole:
                 owner[name] = value
 
     set_forward(module, forward)
 
 
 def refuse_written(name: str, cause: Exception | None = None) -> NoReturn:
-    """Refuse a forward that writes a parameter, which led to the error ``cause``.
-
-    Raises:
-        ParallelError: always.
-    """
+    """Refuse a forward that writes a parameter, which led to the error ``cause``."""
     raise ParallelError(
         f"{name} was written or replaced in a forward: a gathered copy is freed afterwards, and copies that ranks "
         "keep would differ. Write between steps, outside of the module's calls, into the parameters of par.module "
@@ -316,44 +266,37 @@ class _Scalar(torch.autograd.Function):
 
 def is_whole(parameter: Any) -> bool:
     """Return whether a parameter is a DTensor that all ranks of its mesh hold whole, and that no FSDP unit reduces."""
-    return (
-        isinstance(parameter, DTensor)
-        and all(placement.is_replicate() for placement in parameter.placements)
-        and not is_shard(parameter)
-    )
+    if not isinstance(parameter, DTensor) or is_shard(parameter):
+        return False
+    return all(placement.is_replicate() for placement in parameter.placements)
 
 
 def sum_gradients(name: str, module: nn.Module, context: Context) -> None:
-    """Let the module's own parameters be seen through ``copy_weight``, so that their partial gradients are summed
-    inside autograd.
-
-    A hook on the parameter would sum what earlier micro-batches accumulated once more.
-    """
+    """Sum the partial gradients of the module's own parameters inside autograd, by ``copy_weight``."""
+    # a hook on the parameter would sum what earlier micro-batches accumulated once more
     inner, group = module.forward, context.group
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {leaf: value for leaf, value in module._parameters.items() if value is not None}
-        if own:
-            context.arrive(name, next(iter(own.values())))
+        parameters = {leaf: value for leaf, value in module._parameters.items() if value is not None}
+        if parameters:
+            context.arrive(name, next(iter(parameters.values())))
         try:
-            for leaf, value in own.items():
+            for leaf, value in parameters.items():
                 module._parameters[leaf] = copy_weight(local(value), group)  # type: ignore[assignment]
             return inner(*args, **kwargs)
         finally:
-            module._parameters.update(own)
+            module._parameters.update(parameters)
 
     set_forward(module, forward, reads_parameters=True)
 
 
 def kept_whole(module: nn.Module, patterns: Sequence[str] | Literal["frozen"]) -> dict[str, nn.Parameter]:
-    """Return the parameters, by their first name, that FSDP2 does not manage: ``patterns``, or those that are not
-    trained; scalars and empty ones.
-    """
+    """Return the parameters, by their first name, that FSDP2 does not manage: ``patterns``, scalars and empty ones."""
     named = module.named_parameters(remove_duplicate=False)
-    known = ((name, parameter) for name, parameter in named if not is_lazy(parameter) and not is_shard(parameter))
+    named = ((name, parameter) for name, parameter in named if not is_lazy(parameter) and not is_shard(parameter))
     chosen = {
         id(parameter)
-        for name, parameter in known
+        for name, parameter in named
         if not parameter.ndim
         or not parameter.numel()
         or is_kept(parameter)
@@ -369,15 +312,7 @@ def is_kept(parameter: nn.Parameter) -> bool:
 
 @final
 class WholeParameters(Moment):
-    """Parameters of a module that every data rank holds whole: DTensors like the others, plain tensors in forward.
-
-    FSDP2 does not reduce the gradients of what it does not manage, so they are averaged here when a backward has ended.
-
-    Args:
-        module: the outermost module, whose parameters are replaced.
-        mesh: the whole mesh.
-        axes: the data axes.
-    """
+    """Parameters that every data rank holds whole, averaged at the end of a backward; plain tensors in a forward."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
         self._module, self._mesh, self._axes = module, mesh, axes
@@ -386,17 +321,15 @@ class WholeParameters(Moment):
     def take(self, names: Sequence[str]) -> None:
         """Take the parameters that have these names, tied ones once; those that were taken stay the same."""
         module = self._module
-        taken = {name: module.get_parameter(name) for name in names}
-        placed = {
-            id(parameter): parameter if is_kept(parameter) else self._placed(parameter) for parameter in taken.values()
-        }
-        self._taken = {name: placed[id(parameter)] for name, parameter in taken.items()}
+        named = {name: module.get_parameter(name) for name in names}
+        placed = {id(weight): weight if is_kept(weight) else self._place(weight) for weight in named.values()}
+        self._taken = {name: placed[id(parameter)] for name, parameter in named.items()}
         holders = []
         for child in module.modules():
-            held = [name for name, value in child._parameters.items() if id(value) in placed]
-            for name in held:
+            names_here = [name for name, value in child._parameters.items() if id(value) in placed]
+            for name in names_here:
                 child._parameters[name] = placed[id(child._parameters[name])]
-            if held and not _reads(child):
+            if names_here and not _reads(child):
                 holders.append(child)
         # Code of any module around may read them, and a block may be called, or recomputed, alone.
         for child in module.modules():
@@ -404,7 +337,7 @@ class WholeParameters(Moment):
             if is_called(child) and (inside := [holder for holder in holders if holder in within]):
                 see_plain(child, inside, "data ranks")
 
-    def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _place(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter as a DTensor that data axes replicate, split over other axes (``ep``) as before."""
         mesh, names, placements = self._mesh, self._axes, [Replicate()] * len(self._axes)
         if isinstance(parameter, DTensor):
@@ -412,14 +345,11 @@ class WholeParameters(Moment):
             copies = [axis for axis in names if axis not in divided]
             names = (*copies, *divided)
             placements = [*[Replicate()] * len(copies), *parameter.placements]  # type: ignore[list-item]
-        held = local_tensor(parameter)
-        held = held if held.is_meta else held.to(self._mesh.device_type)
-        whole = DTensor.from_local(
-            held, mesh[names], placements, run_check=False, shape=parameter.shape, stride=strides(parameter.shape)
-        )
-        fresh = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        vars(fresh).update(vars(parameter), _meshpar_whole=True)
-        return fresh
+        part = local_tensor(parameter)
+        part = part if part.is_meta else part.to(self._mesh.device_type)
+        whole = part_of(parameter, part, mesh[names], placements)
+        vars(whole)["_meshpar_whole"] = True
+        return whole
 
     def _named(self) -> dict[str, Any]:
         """Return the parameters by name: the module's, or the ones that were taken where their modules have moved."""
@@ -439,11 +369,7 @@ class WholeParameters(Moment):
 
     @torch.no_grad()
     def reduce(self) -> list[nn.Parameter]:
-        """Average the gradients over the data axes, in float32 or wider; return the parameters that had none here,
-        which count as zero.
-
-        Collective over the axes.
-        """
+        """Average the gradients, in float32 or wider; return the parameters that had none here. Collective."""
         trained = [parameter for parameter in self._named().values() if parameter.requires_grad]
         if not trained:
             return []

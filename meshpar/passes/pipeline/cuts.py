@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -20,21 +21,12 @@ from meshpar._torch.fake import (
     TorchDispatchMode,
     groups_of_any_dtype,
 )
-from meshpar._torch.pytree import tree_map_only
+from meshpar._torch.pytree import tensor_leaves, tree_map_only
 from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import matches, shortest_patterns
-from meshpar.passes.pipeline.stand_ins import (
-    BlockStandIn,
-    Carried,
-    IdleStandIn,
-    put,
-    stand_in,
-    tensors,
-    twin_of,
-    with_result,
-)
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, IdleStandIn, put, stand_in, twin_of, with_result
 
 _SAMPLE = (2, 8)  # sequences and positions of the forward that is looked at, where the layout has no example
 _POSITIONS = 4096  # of a sequence for which blocks cost the same as the head
@@ -45,17 +37,11 @@ _LOSS = 24  # bytes that a loss moves for each score: a third of those of its fo
 @final
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One of the values that a module returns.
-
-    Attributes:
-        module: its name.
-        place: of the value in the tuple that the module returns; 0 where it returns the value alone.
-        shape: in the forward that was looked at.
-        dtype: there.
-    """
+    """One of the values that a module returns, at a place in its tuple; 0 where it returns the value alone."""
 
     module: str
     place: int
+    # in the forward that was looked at
     shape: tuple[int, ...] = field(compare=False)
     dtype: torch.dtype = field(compare=False)
 
@@ -63,46 +49,33 @@ class Result:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:
-    """The order in which a model calls its modules.
-
-    Attributes:
-        blocks: names of the blocks, in the order of their calls.
-        head: names of the modules with parameters that run before the first block.
-        between: names of those that run between two blocks -> the number of the second one, whose stage has them.
-        tail: names of those that run behind the last block.
-        idle: names of those that do not run, such as a tower for images, and the blocks in them.
-        shared: names of parameters that several places have or read -> the places: numbers of blocks, with what runs
-            before each, and behind the last one. Modules around the blocks, such as the outermost one with its class
-            token, and those that run in several places, are in none of the above, and in all places.
-        reshaping: names of blocks that return another form of value than their first argument.
-        width: number of further values that a block returns beside the one that it hands on; -1: it returns that alone.
-        written: names of those of ``head`` into whose results the model writes.
-        costs: of each block, in operations: those of a token, and the bytes that it moves. What runs before the first
-            block and behind the last one, the loss included, is in theirs.
-        carried: of each block but the last, what crosses a cut behind it beside the value that it hands on: results of
-            modules that ``StagesLayout.carries`` names.
-    """
+    """The order in which a model calls its modules, by their names."""
 
     blocks: tuple[str, ...]
+    # with parameters, that run before the first block, between two (-> the number of the second one, whose stage has
+    # them), behind the last one, and not at all, such as a tower for images
     head: tuple[str, ...]
     between: Mapping[str, int]
     tail: tuple[str, ...]
     idle: tuple[str, ...]
+    # Parameters that several places have or read -> the places: numbers of blocks, with what runs before each, and
+    # behind the last one. Modules around the blocks and those that run in several places are in all places.
     shared: Mapping[str, frozenset[int]]
+    # blocks that return another form of value than their first argument
     reshaping: frozenset[str]
+    # of further values that a block returns; -1: it returns one alone
     width: int
+    # those of ``head`` into whose results the model writes
     written: frozenset[str]
+    # of each block, in operations, those of the bytes that it moves among them
     costs: tuple[int, ...]
+    # of each block but the last, results that cross a cut behind it beside the value that it hands on
     carried: tuple[tuple[Result, ...], ...]
 
 
 @final
 class _Count(TorchDispatchMode):
-    """Count what each block costs in a forward, by the operators that the forecast knows, too.
-
-    Args:
-        attention: of a longer sequence: what it costs that many times, halved because it is causal.
-    """
+    """Count what each block costs in a forward; ``attention``: as for a sequence that many times as long, causal."""
 
     def __init__(self, attention: int) -> None:
         super().__init__()
@@ -119,24 +92,20 @@ class _Count(TorchDispatchMode):
         flops = operators.floating_point(func, shape)
         if self._attention and operators.is_attention(func):
             flops = flops * self._attention // 2
-        moved = 0 if shape else operators.moved_bytes(func, args, kwargs or {}, tensors(result))
+        moved = 0 if shape else operators.moved_bytes(func, args, kwargs or {}, tensor_leaves(result))
         self.costs[-1] += flops + _INTENSITY * moved
         return result
 
 
 def blocks_in_line(module: nn.Module, layout: ModelLayout) -> list[str]:
     """Return the names of the blocks that are in no other block, in the model's order."""
-    found = {name for name, _ in find_blocks(module, layout)}
-    outer = {name for name in found if not any(name.startswith(f"{other}.") for other in found)}
+    blocks = {name for name, _ in find_blocks(module, layout)}
+    outer = {name for name in blocks if not any(name.startswith(f"{other}.") for other in blocks)}
     return [name for name, _ in module.named_modules() if name in outer]
 
 
 def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, list[str]]:
-    """Return the order in which a model calls its modules, and why it cannot be cut between its blocks.
-
-    Pure: a copy without values computes a forward of the layout's example, or of integers, as a language model gets
-    them.
-    """
+    """Return the order in which a model calls its modules, and why it cannot be cut between its blocks. Pure."""
     names = blocks_in_line(module, layout)
     with _without_memory(), torch.enable_grad():
         try:
@@ -153,48 +122,28 @@ def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, lis
 
 def _run(twin: nn.Module, layout: ModelLayout) -> Any:
     """Return what a model without values returns for inputs in the form of the layout's example."""
-    given = torch.zeros(_SAMPLE, dtype=torch.int64) if layout.stages.example is None else layout.stages.example
-    given = dict(given) if isinstance(given, Mapping) else given
-    given = tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), given)
-    if isinstance(given, dict):
-        return twin(**given)
-    return twin(*given) if isinstance(given, list | tuple) else twin(given)
+    inputs = torch.zeros(_SAMPLE, dtype=torch.int64) if layout.stages.example is None else layout.stages.example
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    inputs = tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), inputs)
+    if isinstance(inputs, dict):
+        return twin(**inputs)
+    return twin(*inputs) if isinstance(inputs, list | tuple) else twin(inputs)
 
 
 @contextmanager
 def _without_memory() -> Iterator[None]:
     """Compute without values; torch logs nothing about operators that have no kernel for that."""
-    log = FAKE_LOG
-    before, log.disabled = log.disabled, True
+    before, FAKE_LOG.disabled = FAKE_LOG.disabled, True
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), groups_of_any_dtype():
             yield
     finally:
-        log.disabled = before
+        FAKE_LOG.disabled = before
 
 
 @final
 class _Look:
-    """A forward of a copy without values, and what its modules did.
-
-    Attributes:
-        blocks: all of the model, by name.
-        owners: modules outside of blocks that have parameters of their own; ``""`` is the outermost one.
-        calls: names of both, in the order of their calls.
-        ran: names of the modules outside of blocks -> the numbers of blocks that began before they returned.
-        taken: the first argument of each call of a block; None: it is no tensor.
-        carried: what it returned first.
-        widths: numbers of further values that it returned; -1: it returned one value alone.
-        returned: values that owners returned before the first block, and that carried results are, with the module's
-            name and the value's version then.
-        beginnings: nodes of the graph that made what owners returned, with the number of blocks that began before and
-            the owner's name.
-        results: edges of the graph -> the number of their block, -1 before the first one, and the result that may
-            cross cuts. Of a module between blocks, the number of the block behind it.
-        numbers: modules that return tensors of other than floating dtypes -> one of these.
-        counted: costs of the blocks.
-        output: tensors that the model returned.
-    """
+    """A forward of a copy without values, and what its modules did: its blocks, and owners of parameters outside."""
 
     def __init__(self, twin: nn.Module, names: Sequence[str], layout: ModelLayout) -> None:
         self.carries = layout.stages.carries
@@ -204,15 +153,22 @@ class _Look:
             for name, child in twin.named_modules()
             if not any(name == block or name.startswith(f"{block}.") for block in names)
         }
-        self.owners = {
-            name: child for name, child in outside.items() if any(True for _ in child.parameters(recurse=False))
-        }
+        has_own = [name for name, child in outside.items() if any(True for _ in child.parameters(recurse=False))]
+        self.owners = {name: outside[name] for name in has_own}
         long = layout.stages.example is None  # as sequences are
-        self.calls, self.ran, self.widths = list[str](), dict[str, list[int]](), list[int]()
         self.counted = _Count(_POSITIONS // _SAMPLE[1] if long else 0)
-        self.taken, self.carried = list[Tensor | None](), list[Tensor]()
-        self.returned, self.beginnings = list[tuple[str, Tensor, int]](), dict[Any, tuple[int, str]]()
-        self.results, self.numbers = dict[Any, tuple[int, Result]](), dict[str, torch.dtype]()
+        # names in the order of calls; names outside of blocks -> the numbers of blocks that began before they returned
+        self.calls, self.ran = list[str](), dict[str, list[int]]()
+        # of each call of a block: the first argument, what it returned first, the number of further values
+        self.taken, self.carried, self.widths = list[Tensor | None](), list[Tensor](), list[int]()
+        # values before the first block and carried results, with their versions then
+        self.returned = list[tuple[str, Tensor, int]]()
+        # nodes of the graph that made what owners returned -> the number of blocks that began before, and the owner
+        self.beginnings = dict[Any, tuple[int, str]]()
+        # edges of the graph -> the number of their block, -1 before the first one, and the result that may cross cuts
+        self.results = dict[Any, tuple[int, Result]]()
+        # modules that return tensors of other than floating dtypes
+        self.numbers = dict[str, torch.dtype]()
         with ExitStack() as stack:
             for name, child in outside.items():
                 stack.callback(child.register_forward_hook(partial(self._begin, name)).remove)
@@ -223,13 +179,12 @@ class _Look:
             with self.counted:
                 output = _run(twin, layout)
         # A result is known by its module: of one that runs several times, the calls are not told apart.
-        self.results = {
-            edge: found for edge, found in self.results.items() if len(self.ran.get(found[1].module, ())) < 2
-        }
+        once = {edge for edge, (_, result) in self.results.items() if len(self.ran.get(result.module, ())) < 2}
+        self.results = {edge: self.results[edge] for edge in once}
         if hasattr(output, "__dict__") and not isinstance(output, Tensor | list | tuple | Mapping):
             output = vars(output)  # a class of the model's own
         # Of a cache of keys and values among them, no tensor.
-        self.output = tensors(dict(output) if isinstance(output, Mapping) else output)
+        self.output = tensor_leaves(dict(output) if isinstance(output, Mapping) else output)
 
     def _call(self, name: str, child: nn.Module, args: tuple[Any, ...]) -> None:
         self.calls.append(name)
@@ -249,14 +204,14 @@ class _Look:
         if name in self.owners:
             if not begun:
                 output = tree_map_only(Tensor, _in_graph, output)
-                self.returned.extend((name, leaf, leaf._version) for leaf in tensors(output))
-            for leaf in tensors(output):
+                self.returned.extend((name, leaf, leaf._version) for leaf in tensor_leaves(output))
+            for leaf in tensor_leaves(output):
                 self.beginnings.setdefault(leaf.grad_fn, (begun, name))
         self._keep(name, begun or -1, output)
         return output
 
     def _keep(self, name: str, at: int, output: Any) -> None:
-        self.numbers.update((name, leaf.dtype) for leaf in tensors(output) if not leaf.is_floating_point())
+        self.numbers.update((name, leaf.dtype) for leaf in tensor_leaves(output) if not leaf.is_floating_point())
         if any(matches(pattern, name) for pattern in self.carries):
             for place, leaf in enumerate(output if isinstance(output, tuple | list) else [output]):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -272,13 +227,13 @@ class _Look:
 
     def gaps(self) -> dict[str, set[int]]:
         """Return the owners that were called -> the numbers of blocks that began before their calls."""
-        found, begun = dict[str, set[int]](), 0
+        begun_before, begun = dict[str, set[int]](), 0
         for name in self.calls:
             if name in self.blocks:
                 begun += 1
             else:
-                found.setdefault(name, set()).add(begun)
-        return found
+                begun_before.setdefault(name, set()).add(begun)
+        return begun_before
 
 
 def _examined(twin: nn.Module, every: Sequence[str], layout: ModelLayout) -> tuple[Anatomy | None, list[str]]:
@@ -292,41 +247,36 @@ def _examined(twin: nn.Module, every: Sequence[str], layout: ModelLayout) -> tup
     idle = [name for name in {**look.blocks, **look.owners} if name not in look.calls]
     used = {id(one) for name in look.calls for one in twin.get_submodule(name).parameters(recurse=name in look.blocks)}
     several = {
-        *(name for name, found in gaps.items() if len(found) > 1),
+        *(name for name, begun in gaps.items() if len(begun) > 1),
         *(name for name in look.owners if not name or any(block.startswith(f"{name}.") for block in names)),
         # not called, but a part of it is, or another module with the same parameters
         *(name for name in idle if any(other.startswith(f"{name}.") for other in look.calls)),
         *(name for name in idle if any(id(one) in used for one in twin.get_submodule(name).parameters())),
     }
     idle = [name for name in idle if name not in several]
-    places = {name: min(found) for name, found in gaps.items() if name not in several}
-    last = len(names) - 1
-    held = dict.fromkeys(idle, 0) | {name: min(begun, last) for name, begun in places.items()}
-    held |= {name: place for place, name in enumerate(names)}
-    carried, read, problems = _crossings(twin, held, several, look)
+    places = {name: min(begun) for name, begun in gaps.items() if name not in several}
+    stage_blocks = dict.fromkeys(idle, 0) | {name: min(begun, len(names) - 1) for name, begun in places.items()}
+    stage_blocks |= {name: number for number, name in enumerate(names)}
+    carried, read, problems = _crossings(twin, stage_blocks, several, look)
     problems += [
         f"{name} runs in several places, before, between or behind its blocks, and has buffers, which each stage would "
         "write; use a mesh without pp"
-        for name, found in gaps.items()
-        if len(found) > 1 and any(True for _ in twin.get_submodule(name).buffers(recurse=False))
+        for name, begun in gaps.items()
+        if len(begun) > 1 and any(True for _ in twin.get_submodule(name).buffers(recurse=False))
     ]
+    carriers = [*names, *(name for name, begun in look.ran.items() if begun[0] < len(names))]
     problems += [
         f"StagesLayout.carries={pattern!r} names no block, and no module that runs before the last one; leave it out"
         for pattern in layout.stages.carries
-        if not any(
-            matches(pattern, name)
-            for name in (*names, *(name for name, begun in look.ran.items() if begun[0] < len(names)))
-        )
+        if not any(matches(pattern, name) for name in carriers)
     ]
     for name in several:
         for one in twin.get_submodule(name).parameters(recurse=name in look.blocks):
             read[id(one)] = {*range(len(names))} if id(one) in read else set()
     scores = max((leaf.numel() for leaf in look.output), default=0)  # numbers that a loss reads
-    forms = [
-        tuple(one is not None and (one.shape, one.dtype) for one in pair) for pair in zip(look.taken, look.carried)
-    ]
-    many = len(set(look.widths)) > 1
-    reshaping = [name for name, (taken, handed) in zip(names, forms) if many or taken != handed]
+    several_widths = len(set(look.widths)) > 1
+    forms = [[one is not None and (one.shape, one.dtype) for one in pair] for pair in zip(look.taken, look.carried)]
+    reshaping = [name for name, (taken, returned) in zip(names, forms) if several_widths or taken != returned]
     problems += [
         f"{name} returns a tensor of {look.numbers[name]}, of which other stages have no values; return it from a "
         "module without parameters, or use a mesh without pp"
@@ -356,14 +306,7 @@ def _in_graph(tensor: Tensor) -> Tensor:
 
 
 def check_stages(module: nn.Module, layout: ModelLayout, anatomy: Anatomy, firsts: Sequence[int]) -> list[str]:
-    """Return why the forward does not run on one of the stages behind the first, where other blocks are stand-ins.
-
-    Args:
-        module: the model.
-        layout: its description.
-        anatomy: what :func:`examine` returned of it.
-        firsts: the first block of each stage.
-    """
+    """Return why the forward does not run on a stage, begun by ``firsts``, where other blocks are stand-ins."""
     form = Carried()
     form.width, form.device = anatomy.width, torch.device("cpu")
     for first, end in zip(firsts[1:], [*firsts[2:], len(anatomy.blocks)]):
@@ -389,11 +332,7 @@ def check_stages(module: nn.Module, layout: ModelLayout, anatomy: Anatomy, first
 def _crossings(
     twin: nn.Module, places: Mapping[str, int], several: Collection[str], look: _Look
 ) -> tuple[list[dict[Result, None]], dict[int, set[int]], list[str]]:
-    """Return which results cross the cut behind each block but the last; by ``id`` of a parameter the places that have
-    or read it; and why what leads from one place to another are not these results and what the blocks hand on alone.
-
-    A place is the number of a block, with what runs before it, and behind the last one.
-    """
+    """Return which results cross the cut behind each block, the places of each parameter, and what else crosses."""
     last, ends = len(look.carried) - 1, [leaf for leaf in look.output if leaf.grad_fn is not None]
     if not ends:
         return [], {}, ["its forward returns no tensor that depends on its parameters; use a mesh without pp"]
@@ -415,8 +354,8 @@ def _crossings(
             continue
         at, result = look.results.get((node, number), (came, None))
         begun, name = look.beginnings.get(node, (came, ""))
-        if found := handed.get((node, number)):
-            name, first, place = look.names[found[0]], found[-1] + 1, found[0]
+        if blocks := handed.get((node, number)):
+            name, first, place = look.names[blocks[0]], blocks[-1] + 1, blocks[0]
         elif result is not None:
             first = place = min(max(at, 0), last)
         else:
@@ -442,8 +381,8 @@ def _crossings(
         if len(look.ran.get(name, ())) > 1
     ]
     if lacking and not problems:
-        known = [name for name, _ in twin.named_modules()]
-        patterns = [*shortest_patterns([name for name in known if name in lacking], known)]
+        modules = [name for name, _ in twin.named_modules()]
+        patterns = [*shortest_patterns([name for name in modules if name in lacking], modules)]
         problems.append(
             f"its output uses results of {', '.join(patterns)} beside what each block hands to the next one; write "
             f"ModelLayout(stages=StagesLayout(carries={(*look.carries, *patterns)})), so that they are sent to the "
@@ -471,27 +410,16 @@ def _answers(result: Result, module: nn.Module, args: object, output: Any) -> An
 
 
 def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the first block of each stage, such that the dearest stage costs least.
+    """Return the first block of each stage, such that the dearest stage costs least."""
+    totals = [0.0, *accumulate(costs)]
 
-    Args:
-        costs: of each block, in one unit.
-        stages: number of stages, at most the number of blocks.
-    """
-    count = len(costs)
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    best = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
-    cut = [[0] * (count + 1) for _ in range(stages + 1)]
-    best[0][0] = 0.0
-    for stage in range(1, stages + 1):
-        for end in range(stage, count + 1):
-            for begin in range(stage - 1, end):
-                value = max(best[stage - 1][begin], total[end] - total[begin])
-                if value < best[stage][end]:
-                    best[stage][end], cut[stage][end] = value, begin
-    firsts, end = list[int](), count
-    for stage in range(stages, 0, -1):
-        end = cut[stage][end]
-        firsts.append(end)
-    return firsts[::-1]
+    @cache
+    def cut(count: int, end: int) -> tuple[float, list[int]]:
+        """Return the cost of the dearest of ``count`` stages of the blocks before ``end``, and their first blocks."""
+        if count == 1:
+            return totals[end], [0]
+        dearest = [max(cut(count - 1, begin)[0], totals[end] - totals[begin]) for begin in range(count - 1, end)]
+        begin = count - 1 + dearest.index(min(dearest))
+        return min(dearest), [*cut(count - 1, begin)[1], begin]
+
+    return cut(stages, len(costs))[1]

@@ -1,6 +1,4 @@
-"""The edges of a stage inside of the model's own forward: what comes from the stage before, in the place of the last of
-its blocks, and what goes to the stage behind.
-"""
+"""The edges of a stage inside of the model's own forward: what it takes from the stage before and hands on."""
 
 from __future__ import annotations
 
@@ -13,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from meshpar._torch.calls import eager, enter_by
+from meshpar._torch.pytree import tensor_leaves
 from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.messages import FORTH
 from meshpar.passes.pipeline.portion import Portion, Rule, Turn
-from meshpar.passes.pipeline.stand_ins import tell_hooks_of, tensors, with_result
+from meshpar.passes.pipeline.stand_ins import tell_hooks_of, with_result
 from meshpar.passes.pipeline.transfers import FailedBeforeError, Transfers
 from meshpar.passes.tensor.random import LossState
 from meshpar.step.forwards import set_forward
@@ -32,31 +31,18 @@ _WRITTEN = ("a leaf Variable that requires grad", "the written-to tensor")
 
 
 class StageEndsError(BaseException):
-    """Leave a loss function whose module has handed its value to the next stage; no error, and nothing to catch."""
+    """Unwind out of the loss function after this stage has sent its activations. Not an error; do not catch it."""
 
 
 @final
 class Edges:
-    """The edges of this rank's stages, of which one runs at a time.
-
-    Args:
-        portion: of the model, on this rank.
-        doing: see :class:`Transfers`, as is ``fail``.
-
-    Attributes:
-        portion: of the model, on this rank.
-        transfers: with other stages.
-        turn: the action that runs.
-        calls: of the module in the forward that runs.
-        runs: a forward of a step or of an evaluation does.
-        reverses: a backward does.
-        behind: the function of the module and a micro-batch runs behind the module's call.
-        inputs: digests of what ``loss`` has given the module in this step, for each chunk, on the device.
-    """
+    """The edges of this rank's stages, of which one runs at a time."""
 
     def __init__(self, portion: Portion, doing: Callable[[], str], fail: Callable[[Exception], None]) -> None:
         self.portion, self.transfers, self._fail = portion, Transfers(portion, doing, fail), fail
+        # ``calls`` of the module in the forward that runs; ``behind``: the loss runs behind the module's call
         self.turn, self.calls, self.runs, self.reverses, self.behind = Turn(), 0, False, False, False
+        # digests of what ``loss`` has given the module in this step, for each chunk, on the device
         self.inputs: list[list[Tensor]] = [[] for _ in portion.chunks]
         self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
         self._versions = list[int]()  # of what it has handed on
@@ -104,9 +90,7 @@ class Edges:
             self.transfers.send(self.turn, None)
 
     def begin_back(self, chunk: int, number: int, arrived: list[Tensor], left: list[Tensor]) -> None:
-        """Begin a backward of what a forward took and handed on; a micro-batch that failed has handed on nothing, for
-        which no gradient comes.
-        """
+        """Begin a backward of what a forward took and handed on: nothing in a micro-batch that failed."""
         self.turn = turn = self._turn(chunk, number, arrived=arrived, left=left)
         turn.takes, turn.sends = bool(left) and turn.stage < self.portion.last, bool(arrived)
 
@@ -140,9 +124,7 @@ class Edges:
         self.turn.arrived, self.turn.left = [], []
 
     def end_early(self) -> None:
-        """Let the model fail where it computes with stand-ins behind the value that is handed on: a loss inside it
-        finds no logits there. Other passes see the forward return.
-        """
+        """Let the model's forward return where it fails behind the value that it handed on, as a loss inside does."""
         forward = self.portion.module.forward
 
         def until_handed_on(*args: Any, **kwargs: Any) -> Any:
@@ -164,7 +146,7 @@ class Edges:
         enter_by(module, partial(self._call_module, module._call_impl))
         for name, rule in self.portion.rules.items():
             child, ran = module.get_submodule(name), list[bool]()
-            if rule.around:
+            if rule.has_blocks:
                 child.register_forward_hook(lambda *_, ran=ran: ran.append(True), prepend=True)
             inner = child._compiled_call_impl or child._call_impl
             child._compiled_call_impl = None
@@ -173,7 +155,10 @@ class Edges:
     def _call_module(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a call of the outermost module, which ends the loss but on the last stage."""
         if not self.runs:
-            raise refused()
+            raise MeshparError(
+                "the module is called, and this rank has a part of its layers; run a step by "
+                "par.backward(micro_batches, loss) and an evaluation by par.forward(micro_batches, function)"
+            )
         self.calls += 1
         if self.calls > 1:
             raise MeshparError(
@@ -185,7 +170,7 @@ class Edges:
         self.inputs[turn.chunk].append(digest_of((args, kwargs), device))
         if turn.stage:
             self.transfers.receive(turn)
-        draws = portion.draws and portion.module.training
+        draws = portion.draws_random and portion.module.training
         output = self._state.call(device, turn.stage, draws=draws, run=lambda: inner(*args, **kwargs))
         if self._next <= portion.chunks[turn.chunk].end:
             raise MeshparError(
@@ -200,15 +185,7 @@ class Edges:
     def _call(
         self, child: nn.Module, rule: Rule, inner: Callable[..., Any], ran: list[bool], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a call of a module by its rule.
-
-        Args:
-            child: the module.
-            rule: its rule.
-            inner: runs the module's own call.
-            ran: tells, of a module around blocks, whether its forward hooks run.
-            args: of the call, as are ``kwargs``.
-        """
+        """Run a module's call ``inner`` by its rule; ``ran`` is filled when hooks of a module around blocks run."""
         if not self.runs:
             return inner(*args, **kwargs)
         if rule.number is not None:
@@ -250,14 +227,14 @@ class Edges:
         turn, chunk = self.turn, self.portion.chunks[self.turn.chunk]
         if rule.takes == turn.chunk:
             output = with_result(output, {0: turn.arrived[0]})
-        came, values = dict[int, Tensor](), output if isinstance(output, tuple | list) else [output]
+        received, values = dict[int, Tensor](), output if isinstance(output, tuple | list) else [output]
         for result in rule.results:
             if result in chunk.takes:
                 value = self._results[result] = turn.arrived[1 + chunk.takes.index(result)]
-                came[result.place] = value.clone() if getattr(child, "written", False) else value
+                received[result.place] = value.clone() if getattr(child, "written", False) else value
             elif result in chunk.gives and result.place < len(values) and isinstance(values[result.place], Tensor):
                 self._results[result] = values[result.place]
-        output = with_result(output, came) if came else output
+        output = with_result(output, received) if received else output
         if rule.number == chunk.end and turn.stage < self.portion.last:
             self._hand_on(output, chunk.gives)
         return output
@@ -278,14 +255,6 @@ class Edges:
 def digest_of(values: object, device: torch.device) -> Tensor:
     """Return a number for the tensors in ``values``, 0-dim int64 on ``device``."""
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for leaf in tensors(values):
+    for leaf in tensor_leaves(values):
         total = total * FACTOR + digest(leaf.detach()).to(device)
     return total
-
-
-def refused() -> MeshparError:
-    """Return the error for a call of the module that no stage can run alone."""
-    return MeshparError(
-        "the module is called, and this rank has a part of its layers; run a step by par.backward(micro_batches, loss) "
-        "and an evaluation by par.forward(micro_batches, function)"
-    )

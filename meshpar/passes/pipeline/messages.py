@@ -37,16 +37,9 @@ class LostError(MeshparError):
 @final
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The numbers that travel with the values of a micro-batch.
+    """The numbers that travel with the values of a micro-batch from one stage."""
 
-    Attributes:
-        width: number of further values of a block, which do not travel; -1: a block returns the value alone;
-            :data:`FAILED`: an error came before the values, and none comes.
-        number: of the micro-batch.
-        stage: that sends it.
-        forms: dtype and shape of each value.
-    """
-
+    # of further values of a block, which do not travel; -1: a block returns the value alone; FAILED: none comes
     width: int
     number: int
     stage: int
@@ -59,11 +52,11 @@ class Header:
 
     def tensor(self, values: int, device: torch.device) -> Tensor:
         """Return the numbers that tell of so many values; nothing waits for the device."""
-        found = [self.width, self.number, self.stage]
+        row = [self.width, self.number, self.stage]
         for dtype, shape in self.forms:
-            found += [DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
-        found += [0] * (self.size(values) - len(found))
-        numbers = torch.tensor(found, device="cpu")
+            row += [DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
+        row += [0] * (self.size(values) - len(row))
+        numbers = torch.tensor(row, device="cpu")
         return numbers if runtime.on_host(device) else numbers.pin_memory().to(device, non_blocking=True)
 
     @classmethod
@@ -101,43 +94,26 @@ class Header:
 
 @final
 class Messages:
-    """The messages of one rank.
-
-    Args:
-        group: the ranks that have the stages.
-        chunks: stages of each rank.
-        doing: returns which stage runs, in which action; empty outside of a step.
-
-    Attributes:
-        hosts: the group in which the ranks exchange what their hosts know, without a wait for a device.
-        sent: messages that are on their way by their tags, the first that was sent first.
-    """
+    """The messages of one rank, which has ``chunks`` stages; ``doing`` returns which runs, in which action."""
 
     def __init__(self, group: dist.ProcessGroup, chunks: int, doing: Callable[[], str]) -> None:
         self._chunks, self._doing = chunks, doing
         self._coming = deque[tuple[dist.Work, str]]()  # calls that receive, and what the watchdog says of them
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        # ``hosts``: the group of what hosts know, without a wait for a device
         self._lanes, self.hosts = _lanes(group)
         self.sent: dict[int, list[list[tuple[dist.Work, Tensor]]]] = {FORTH: [], BACK: []}
 
     def exchanged(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what an exchange with other stages returns.
-
-        Raises:
-            LostError: another stage's rank has ended, or does not come in time.
-        """
+        """Return what an exchange with other stages returns; raise LostError if a rank has ended or does not come."""
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
             raise _lost(self._doing() or f"stage {self._rank}", error) from error
 
     def waits(self) -> str:
-        """Return in which action a message was called for that has not come, and from which stage; empty where all
-        have.
-
-        On an accelerator the host goes on and waits where it reads a value, so that the message itself is asked. Other
-        threads may call this.
-        """
+        """Return for which message of which stage this rank waits, in which action; other threads may call this."""
+        # on an accelerator the host goes on and waits where it reads a value, so that the message itself is asked
         return next((said for work, said in tuple(self._coming) if not work.is_completed()), "")
 
     def receive(self, into: Tensor, stage: int, tag: int) -> None:
@@ -185,21 +161,15 @@ class Messages:
 
 
 def _lanes(group: dist.ProcessGroup) -> tuple[dict[tuple[int, int], dist.ProcessGroup], dist.ProcessGroup]:
-    """Return the groups by which each kind of message travels, by its tag and sender, and the group of the hosts.
-
-    NCCL runs what a rank exchanges in a group in the order of its calls, whatever the tags and the other ranks. Along
-    the ring of stages two senders share a group only where neither sends to the other: in each group a rank has one
-    kind of call and one other rank, and no message waits behind one that is none of its own.
-
-    NCCL's first call of two ranks in a group returns when both have called: they do so here, in one order.
-
-    Collective over the group.
-    """
+    """Return the groups of messages by tag and sender, and the group of the hosts. Collective over the group."""
     ranks = dist.get_process_group_ranks(group)
     edges = list(product((FORTH, BACK), range(len(ranks))))
     if dist.get_backend(group) in TAGGED:
         return dict.fromkeys(edges, group), group
-    made, found = dict[tuple[int, int], Any](), dict[tuple[int, int], dist.ProcessGroup]()
+    # NCCL runs what a rank exchanges in a group in the order of its calls, whatever the tags and the other ranks. Along
+    # the ring of stages two senders share a group only where neither sends to the other: in each group a rank has one
+    # kind of call and one other rank, and no message waits behind one that is none of its own.
+    groups, lanes = dict[tuple[int, int], Any](), dict[tuple[int, int], dist.ProcessGroup]()
     # torch names a group by its ranks and the number of groups that this rank has: without a number in common, the
     # ranks would wait for one another under different names.
     counts = [0] * len(ranks)
@@ -210,22 +180,23 @@ def _lanes(group: dist.ProcessGroup) -> tuple[dict[tuple[int, int], dist.Process
     ]
     for tag, sender in edges:
         color = 2 if sender and sender == len(ranks) - 1 and sender % 2 == 0 else sender % 2
-        if (tag, color) not in made:
+        if (tag, color) not in groups:
             title = f"pp {'back' if tag == BACK else 'forth'} {color}"
-            made[tag, color] = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
-        found[tag, sender] = made[tag, color]
+            groups[tag, color] = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
+        lanes[tag, sender] = groups[tag, color]
     hosts: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="pp hosts")
     for one in alone:
         dist.destroy_process_group(one)
-    share_timeout([*made.values(), hosts])
+    share_timeout([*groups.values(), hosts])
+    # NCCL's first call of two ranks in a group returns when both have called: they do so here, in one order.
     rank, first = dist.get_rank(group), torch.zeros(1, device=runtime.device())
-    for (tag, sender), lane in found.items():
+    for (tag, sender), lane in lanes.items():
         receiver = (sender + (1 if tag == FORTH else -1)) % len(ranks)
         if rank == sender:
             dist.send(first, group=lane, group_dst=receiver)
         elif rank == receiver:
             dist.recv(first, group=lane, group_src=sender)
-    return found, hosts
+    return lanes, hosts
 
 
 def _lost(where: str, error: RuntimeError) -> LostError:
@@ -268,8 +239,8 @@ def all_fail(where: str, ranks: int) -> bool:
     with suppress(RuntimeError):
         store, until = default_store(), time.monotonic() + _ALIKE_S
         failed = f"meshpar/failed/{ranks} ranks/{where}"  # plans over other numbers of stages count for themselves
-        mine, pause = store.add(failed, 1), 0.02
-        needed = mine + -mine % ranks
+        count, pause = store.add(failed, 1), 0.02
+        needed = count + -count % ranks
         while store.add(failed, 0) < needed:
             if time.monotonic() > until:
                 if store.add(failed, -1) < needed - 1:  # the next failure there counts from the beginning

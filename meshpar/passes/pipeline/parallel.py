@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar._torch.modules import persistent_buffers
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
@@ -41,9 +42,7 @@ from meshpar.passes.pipeline.stand_ins import (
 from meshpar.passes.tensor.random import draws_random
 
 _EXAMINED = WeakKeyDictionary[nn.Module, tuple[ModelLayout, Anatomy]]()
-"""Modules that can be cut -> their layout and anatomy, between :meth:`PipelineParallel.problems` and the ``apply`` that
-follows: a forward without values takes most of the time of both.
-"""
+"""Modules that can be cut -> their layout and anatomy, which ``problems`` finds by a forward and ``apply`` takes."""
 
 
 @final
@@ -121,21 +120,20 @@ class PipelineParallel(Pass):  # type: ignore[override]
         assert anatomy is not None, "problems() has found it"
         bounds = [*self._firsts(anatomy, ranks * self.virtual), len(anatomy.blocks)]
         runtime.among_real_ranks(partial(_compare_cuts, group, anatomy.blocks, bounds))
-        at = self._places(anatomy, ranks)
-        shared = {name: _ranks_with(anatomy, name, at, ranks) for name in anatomy.shared}
-        shared = {name: found for name, found in shared.items() if len(found) > 1}
-        mine_of = range(rank, ranks * self.virtual, ranks)
-        chunks = [anatomy.blocks[bounds[stage] : bounds[stage + 1]] for stage in mine_of]
-        mine = {name for names in chunks for name in names}
-        before = {**dict(module.named_parameters(remove_duplicate=False)), **_stored_buffers(module)}
+        rank_of_block = self._places(anatomy, ranks)
+        shared = {name: _ranks_with(anatomy, name, rank_of_block, ranks) for name in anatomy.shared}
+        shared = {name: having for name, having in shared.items() if len(having) > 1}
+        stages_here = range(rank, ranks * self.virtual, ranks)
+        blocks_here = {name for stage in stages_here for name in anatomy.blocks[bounds[stage] : bounds[stage + 1]]}
+        before = _state_of(module)
         carried, draws = Carried(), layout.dropout or draws_random(module)
-        kept = {id(module.get_parameter(name)) for name, found in shared.items() if rank in found}
+        kept = {id(module.get_parameter(name)) for name, having in shared.items() if rank in having}
         outside = _outside(anatomy)
         for name in anatomy.blocks:
-            if name not in mine and name not in anatomy.reshaping:
+            if name not in blocks_here and name not in anatomy.reshaping:
                 put(module, name, BlockStandIn(carried, module.get_submodule(name), name))
-        away = [name for name, place in outside.items() if at[place] != rank]
-        away += [name for name in anatomy.blocks if name in anatomy.reshaping and name not in mine]
+        away = [name for name, number in outside.items() if rank_of_block[number] != rank]
+        away += [name for name in anatomy.blocks if name in anatomy.reshaping and name not in blocks_here]
         for name, old in [(name, module.get_submodule(name)) for name in away]:
             old.twin, old.written = (twin_of(old),), name in anatomy.written  # type: ignore[assignment]
             stand_in(HeadStandIn, old, kept, carried)
@@ -146,41 +144,35 @@ class PipelineParallel(Pass):  # type: ignore[override]
                 old.register_forward_pre_hook(refuse_idle)
         for old in [module.get_submodule(name) for name in anatomy.tail if rank < ranks - 1]:
             stand_in(TailStandIn, old, kept, carried)
-        stages = tuple(
-            Chunk(
-                tuple(map(module.get_submodule, names)),
-                bounds[stage],
-                anatomy.carried[bounds[stage] - 1] if stage else (),
-                anatomy.carried[bounds[stage + 1] - 1] if bounds[stage + 1] < len(anatomy.blocks) else (),
-            )
-            for stage, names in zip(mine_of, chunks, strict=True)
+        carries = ((), *anatomy.carried, ())  # before the first block, behind each, and behind the last one
+        chunks = tuple(
+            Chunk(tuple(map(module.get_submodule, anatomy.blocks[first:end])), first, carries[first], carries[end])
+            for first, end in ((bounds[stage], bounds[stage + 1]) for stage in stages_here)
         )
-        rules = _rules(module, anatomy, stages, mine, carried)
         portion = Portion(
             module=module,
-            chunks=stages,
-            rules=rules,
+            chunks=chunks,
+            rules=_rules(module, anatomy, chunks, blocks_here, carried),
             group=group,
             rank=rank,
             ranks=ranks,
             carried=carried,
             line=anatomy.blocks,
-            draws=draws,
+            draws_random=draws,
         )
         placed = (*anatomy.blocks, *outside, *anatomy.tail, *anatomy.idle)
         common = [name for name in before if not any(name.startswith(f"{other}.") for other in placed)]
-        layers = Layers(
-            portion, self.schedule, shared, [name for name in common if not isinstance(before[name], nn.Parameter)]
-        )
-        kept_here = {*dict(module.named_parameters(remove_duplicate=False)), *_stored_buffers(module)}
-        elsewhere = OtherLayers(_shapes({name: one for name, one in before.items() if name not in kept_here}))
+        buffers = [name for name in common if not isinstance(before[name], nn.Parameter)]
+        layers = Layers(portion, self.schedule, shared, buffers)
+        here = _state_of(module)
+        elsewhere = OtherLayers(_shapes({name: one for name, one in before.items() if name not in here}))
         layers.edges.end_early()
         return Installed(facts=[layers, elsewhere], outermost=[layers.edges.install])
 
     def _places(self, anatomy: Anatomy, ranks: int) -> list[int]:
         """Return the rank of each block."""
         firsts = self._firsts(anatomy, ranks * self.virtual)
-        return [(bisect_right(firsts, place) - 1) % ranks for place in range(len(anatomy.blocks))]
+        return [(bisect_right(firsts, number) - 1) % ranks for number in range(len(anatomy.blocks))]
 
     def _firsts(self, anatomy: Anatomy, stages: int) -> list[int]:
         if self.stages is not None:
@@ -196,19 +188,19 @@ def _rules(
     for name in mine:
         outer = name.split(".")[:-1]
         for end in range(1, len(outer) + 1):
-            rules[".".join(outer[:end])].around = True
-    for place, chunk in enumerate(chunks):
+            rules[".".join(outer[:end])].has_blocks = True
+    for index, chunk in enumerate(chunks):
         if chunk.first:
-            rules[anatomy.blocks[chunk.first - 1]].takes = place
-        inside = [name for name, number in _outside(anatomy).items() if chunk.first <= number <= chunk.end]
+            rules[anatomy.blocks[chunk.first - 1]].takes = index
+        outside_blocks = [name for name, number in _outside(anatomy).items() if chunk.first <= number <= chunk.end]
         ends = anatomy.tail if chunk.end == len(anatomy.blocks) - 1 else ()
-        for name in (*anatomy.blocks[chunk.first : chunk.end + 1], *inside, *ends) if len(chunks) > 1 else ():
+        for name in (*anatomy.blocks[chunk.first : chunk.end + 1], *outside_blocks, *ends) if len(chunks) > 1 else ():
             child = module.get_submodule(name)
-            if name in anatomy.reshaping or name in inside:
+            if name in anatomy.reshaping or name in outside_blocks:
                 otherwise: nn.Module = standing_for(carried, twin_of(child), name in anatomy.written)
             else:
                 otherwise = TailStandIn() if name in ends else BlockStandIn(carried, child)
-            rules[name].only, rules[name].otherwise = place, otherwise
+            rules[name].only, rules[name].otherwise = index, otherwise
     for result in dict.fromkeys(result for chunk in chunks for result in (*chunk.takes, *chunk.gives)):
         rules[result.module].results += (result,)
     for number, name in enumerate(anatomy.blocks):
@@ -226,26 +218,26 @@ def _outside(anatomy: Anatomy) -> dict[str, int]:
 
 def _compare_cuts(group: dist.ProcessGroup, blocks: Sequence[str], bounds: Sequence[int]) -> None:
     """Refuse stages that ranks begin with different blocks. Collective over the group."""
-    mine, every = (list(blocks), list(bounds)), [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
-    if (other := next((rank for rank, found in enumerate(every) if found != every[0]), None)) is not None:
-        (first, one), (second, two) = every[0] or mine, every[other] or mine
+    cut, every = (list(blocks), list(bounds)), [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, cut, group=group)
+    if (other := next((rank for rank, other_cut in enumerate(every) if other_cut != every[0]), None)) is not None:
+        (first, first_bounds), (second, other_bounds) = every[0] or cut, every[other] or cut
         raise MeshparError(
-            f"the ranks of pp cut the model differently: rank 0 cuts {len(first)} blocks at {one[:-1]}, and rank "
-            f"{other} cuts {len(second)} at {two[:-1]}; build the same model with the same versions on all ranks, or "
-            "set PipelineParallel(stages=...)"
+            f"the ranks of pp cut the model differently: rank 0 cuts {len(first)} blocks at {first_bounds[:-1]}, and "
+            f"rank {other} cuts {len(second)} at {other_bounds[:-1]}; build the same model with the same versions on "
+            "all ranks, or set PipelineParallel(stages=...)"
         )
 
 
 def _ranks_with(anatomy: Anatomy, name: str, at: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Return the ranks that have a parameter which several places use: one, the two ends, or all."""
-    found = {at[place] for place in anatomy.shared[name]}
-    return tuple(sorted(found)) if len(found) == 1 or found == {0, ranks - 1} else tuple(range(ranks))
+    users = {at[number] for number in anatomy.shared[name]}
+    return tuple(sorted(users)) if len(users) == 1 or users == {0, ranks - 1} else tuple(range(ranks))
 
 
 def _apart(module: nn.Module, anatomy: Anatomy, at: Sequence[int], ranks: int) -> Iterator[str]:
     """Yield parameters of blocks that other stages have, too."""
-    of = {id(one): name for name in anatomy.blocks for one in module.get_submodule(name).parameters()}
+    of = {id(parameter): name for name in anatomy.blocks for parameter in module.get_submodule(name).parameters()}
     for name in anatomy.shared:
         if (block := of.get(id(module.get_parameter(name)))) and len(_ranks_with(anatomy, name, at, ranks)) > 1:
             yield (
@@ -254,19 +246,19 @@ def _apart(module: nn.Module, anatomy: Anatomy, at: Sequence[int], ranks: int) -
             )
 
 
-def _stored_buffers(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, child in module.named_modules()
-        for name, buffer in child._buffers.items()
-        if buffer is not None and name not in child._non_persistent_buffers_set
-    }
+def _state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a module by all of their names."""
+    state: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    for prefix, child in module.named_modules():
+        state |= {f"{prefix}.{name}" if prefix else name: buffer for name, buffer in persistent_buffers(child)}
+    return state
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the same tensors without memory, tied ones tied."""
-    known = dict[int, Tensor]()
-    for one in tensors.values():
-        twin = torch.empty_like(one, device="meta")
-        known.setdefault(id(one), nn.Parameter(twin, one.requires_grad) if isinstance(one, nn.Parameter) else twin)
-    return {name: known[id(one)] for name, one in tensors.items()}
+    twins = dict[int, Tensor]()
+    for tensor in tensors.values():
+        twin = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        twins.setdefault(id(tensor), nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin)
+    return {name: twins[id(tensor)] for name, tensor in tensors.items()}

@@ -16,17 +16,11 @@ from meshpar.passes.pipeline.stand_ins import Carried
 @final
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Blocks of one rank that follow one another.
-
-    Attributes:
-        blocks: modules, in the order of their calls.
-        first: number of the first one in the model's order.
-        takes: what comes beside the value that the stage before hands on.
-        gives: what goes to the next stage beside the value of the last block.
-    """
+    """Blocks of one rank that follow one another; they begin with the model's block number ``first``."""
 
     blocks: tuple[nn.Module, ...]
     first: int
+    # what crosses the cuts before and behind them beside the value that a block hands on
     takes: tuple[Result, ...]
     gives: tuple[Result, ...]
 
@@ -39,42 +33,25 @@ class Chunk:
 @final
 @dataclass(slots=True, kw_only=True)
 class Rule:
-    """What a call of a module does where a stage runs.
+    """What a call of a module does where a stage runs."""
 
-    Attributes:
-        number: of the block in the model's order; None: it is none.
-        takes: the chunk before which it stands in for the last block of the stage before, and returns what comes from
-            there: what the model computes between two blocks is then computed by the second one's stage.
-        only: the chunk in which it computes; None: in all of them, -1: in none.
-        otherwise: what answers the calls in other chunks.
-        results: of its results, those that cross cuts.
-        around: it has blocks inside.
-    """
-
+    # of the block in the model's order
     number: int | None = None
+    # The chunk before which it stands in for the last block of the stage before, and returns what comes from there:
+    # what the model computes between two blocks is then computed by the second one's stage.
     takes: int | None = None
+    # the chunk in which it computes; None: in all of them, -1: in none; and what answers in the others
     only: int | None = None
     otherwise: nn.Module | None = None
+    # of its results, those that cross cuts
     results: tuple[Result, ...] = ()
-    around: bool = False
+    has_blocks: bool = False
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion:
-    """The layers of a model that one rank has.
-
-    Attributes:
-        module: the outermost module.
-        chunks: of this rank's blocks: stage ``chunk * ranks + rank`` of the model.
-        rules: names of modules -> what their calls do.
-        group: the ranks that have the stages.
-        rank: of this rank there.
-        ranks: their number.
-        carried: the form of the value that passes from block to block, which the stand-ins return.
-        line: names of all blocks of the model, in the order of their calls.
-        draws: the model draws random numbers.
-    """
+    """The layers of a model that one rank has; its chunk ``c`` is stage ``c * ranks + rank`` of the model."""
 
     module: nn.Module
     chunks: tuple[Chunk, ...]
@@ -83,8 +60,9 @@ class Portion:
     rank: int
     ranks: int
     carried: Carried
+    # names of all blocks of the model, in the order of their calls
     line: tuple[str, ...]
-    draws: bool
+    draws_random: bool
 
     @property
     def last(self) -> int:
@@ -95,24 +73,16 @@ class Portion:
 @final
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """A forward or a backward of one micro-batch on one stage of this rank.
-
-    Attributes:
-        chunk: that runs.
-        number: of the micro-batch.
-        stage: that runs: the number of stages before it.
-        form: the shapes of the micro-batch's tensors.
-        arrived: the value that the stage before has handed on, and what came beside it.
-        left: likewise to the next stage; the loss on the last one.
-        takes: something has yet to be received.
-        sends: something has yet to be sent.
-    """
+    """A forward or a backward of one micro-batch on one stage of this rank."""
 
     chunk: int = 0
     number: int = 0
     stage: int = 0
+    # the shapes of the micro-batch's tensors
     form: object = None
+    # What the stage before has handed on, and this one to the next; the loss on the last one.
     arrived: list[Tensor] = field(default_factory=list)
     left: list[Tensor] = field(default_factory=list)
+    # something has yet to be received, or sent
     takes: bool = False
     sends: bool = False

@@ -13,13 +13,7 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 @final
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One forward or backward of a micro-batch.
-
-    Attributes:
-        kind: ``F`` or ``B``.
-        number: of the micro-batch.
-        chunk: of the rank's blocks, 0 is the one nearest to the input.
-    """
+    """One forward (``F``) or backward (``B``) of a micro-batch in one chunk of the rank's blocks."""
 
     kind: Literal["F", "B"]
     number: int
@@ -27,13 +21,10 @@ class Action:
 
 
 def actions(schedule: str, rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> list[Action]:
-    """Return what one rank runs, in order.
+    """Return what one rank runs, in order: GPipe (arXiv 1811.06965), or 1F1B (PipeDream-Flush, arXiv 2006.09503).
 
-    GPipe (arXiv 1811.06965) runs all forwards, then all backwards. 1F1B (PipeDream-Flush, arXiv 2006.09503) runs a
-    backward after each forward as soon as one may: a stage holds the activations of at most ``ranks`` - ``rank``
-    micro-batches. With several chunks a rank it is interleaved (Megatron-LM, arXiv 2104.04473): a group of at least as
-    many micro-batches as there are ranks goes through a chunk before the next chunk's turn. Backwards of a chunk run in
-    the order of its forwards, in which one process adds up gradients.
+    1F1B runs a backward as soon as one may. With several chunks a rank it is interleaved (Megatron-LM, arXiv
+    2104.04473). Backwards of a chunk run in the order of its forwards, in which one process adds up gradients.
     """
     forwards = [Action("F", number, chunk) for number, chunk in _in_groups(ranks, micro_batches, range(chunks))]
     backwards = [
@@ -45,10 +36,10 @@ def actions(schedule: str, rank: int, ranks: int, micro_batches: int, chunks: in
         ahead = min(ranks - rank - 1, micro_batches)
     else:
         ahead = min((chunks - 1) * max(_groups(ranks, micro_batches)) + 2 * (ranks - rank - 1), len(forwards))
-    found = forwards[:ahead]
+    order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards):
-        found += [forward, backward]
-    return found + backwards[len(forwards) - ahead :]
+        order += [forward, backward]
+    return order + backwards[len(forwards) - ahead :]
 
 
 def _in_groups(ranks: int, micro_batches: int, chunks: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -63,4 +54,4 @@ def _in_groups(ranks: int, micro_batches: int, chunks: Iterable[int]) -> Iterato
 def _groups(ranks: int, micro_batches: int) -> list[int]:
     """Return numbers of micro-batches, as even as can be, of which none is below ``ranks`` where there are so many."""
     count = max(micro_batches // ranks, 1)
-    return [micro_batches // count + (place < micro_batches % count) for place in range(count)]
+    return [micro_batches // count + (index < micro_batches % count) for index in range(count)]

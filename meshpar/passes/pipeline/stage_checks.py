@@ -24,39 +24,25 @@ _EXACT: Final = (1 << 48) - 1  # digests of 48 bits are exact in float64
 
 @final
 class StageErrors:
-    """The first error of this rank in a step.
-
-    Args:
-        acting: returns which stage runs, in which action; empty outside of a step.
-        rank: of this rank among those that have the stages.
-        ranks: their number.
-
-    Attributes:
-        error: ended an action of this step, of which the other stages do not know yet.
-        cause: where and what it was, where it is this stage's own.
-    """
+    """The first error of this rank in a step; ``acting`` returns which stage runs, in which action."""
 
     def __init__(self, acting: Callable[[], str], rank: int, ranks: int) -> None:
         self._acting, self._rank, self._ranks = acting, rank, ranks
+        # that ended an action of this step, of which the other stages do not know yet
         self.error: Exception | None = None
+        # where and what it was, where it is this stage's own
         self.cause = ""
-        self._told = False  # the other ranks that this one failed alone
+        self._reported = False  # to the other ranks, as one that failed alone
 
     def begin(self) -> None:
-        """Begin a step: forget the last one's error, also before the other ranks if this one goes on after it."""
+        """Begin a step: forget the last one's error, also before the other ranks."""
         self.error, self.cause = None, ""
-        if self._told:
+        if self._reported:
             forget_alone()
-            self._told = False
+            self._reported = False
 
     def fail(self, error: Exception) -> None:
-        """Remember the first error of this stage.
-
-        Raises:
-            Exception: ``error``, where other ranks of the stage run on: nothing but the end of this process ends their
-                waits. The ranks' store has the text for them.
-            MeshparError: a rank that failed alone is the cause.
-        """
+        """Remember the first error of this stage; raise it where other ranks of the stage run on."""
         self.error = error
         if isinstance(error, FailedBeforeError):
             return
@@ -64,24 +50,19 @@ class StageErrors:
         self.cause = f"{where}: {brief(error)}"
         if alone := failed_alone():
             raise MeshparError(alone) from error
+        # nothing but the end of this process ends the waits of those that run on
         if not all_fail(where, dist.get_world_size() // self._ranks):
-            self._told = True
+            self._reported = True
             error.add_note(tell_alone(self.cause))
             raise error
 
 
 @final
 class StageInputs:
-    """What ``loss`` gives the module, and the buffers that all stages have: the same on all stages.
+    """Compare what ``loss`` gives the module, and the ``buffers`` of all stages; ``gather`` asks all of them."""
 
-    Args:
-        edges: of this rank's stages.
-        gathered: returns what each stage has; collective over them.
-        buffers: names of persistent ones that all stages have.
-    """
-
-    def __init__(self, edges: Edges, gathered: Callable[[Any], list[Any]], buffers: Sequence[str]) -> None:
-        self._edges, self._gathered, self._buffers = edges, gathered, buffers
+    def __init__(self, edges: Edges, gather: Callable[[Any], list[Any]], buffers: Sequence[str]) -> None:
+        self._edges, self._gather, self._buffers = edges, gather, buffers
         self._looks, self._unwritten = Looks(), dict[str, tuple[int, int]]()
         # Digests of the inputs of the step before, which are not read yet.
         self._later: tuple[Callable[[], Tensor], list[list[Tensor]]] | None = None
@@ -91,34 +72,32 @@ class StageInputs:
         self._unwritten = self._buffer_versions()
 
     def digests(self, like: Tensor) -> list[Tensor]:
-        """Return a number for the inputs of each chunk of this step, ``like`` where there are none, and one for the
-        buffers that it has written into.
-        """
+        """Return a number for each chunk's inputs, ``like`` where there are none, and one for written buffers."""
         edges = self._edges
-        found = [torch.stack(given).sum() & _EXACT for given in edges.inputs if given]
-        found += [found[0] if found else like] * (len(edges.inputs) - len(found))
+        numbers = [torch.stack(inputs).sum() & _EXACT for inputs in edges.inputs if inputs]
+        numbers += [numbers[0] if numbers else like] * (len(edges.inputs) - len(numbers))
         now, module = self._buffer_versions(), edges.portion.module
         written = [module.get_buffer(name) for name in now if now[name] != self._unwritten[name]]
         none = torch.zeros((), dtype=torch.int64, device=edges.transfers.device)
-        return [*found, (digest_of(written, edges.transfers.device) & _EXACT) + 1 if written else none]
+        return [*numbers, (digest_of(written, edges.transfers.device) & _EXACT) + 1 if written else none]
 
     def compare(self, digests: Tensor) -> None:
         """Compare those of all stages, a row each: now, or one step later beside a device."""
-        read, given, transfers = (lambda: digests), self._edges.inputs, self._edges.transfers
+        read, inputs, transfers = (lambda: digests), self._edges.inputs, self._edges.transfers
         if transfers.late and not self._looks.first("inputs"):
             with beside(transfers.device) as to_host:
-                later = to_host(digests), given
+                later = to_host(digests), inputs
             if self._later is None:
                 self._later = later
                 return
-            (read, given), self._later = self._later, later
+            (read, inputs), self._later = self._later, later
         every = read()
         if transfers.supposed is not None:
             return
-        if (written := set(every[:, -1].tolist())) != {0.0} and (len(written) > 1 or len(given) > 1):
+        if (written := set(every[:, -1].tolist())) != {0.0} and (len(written) > 1 or len(inputs) > 1):
             self._refuse_written()
         if len(set(every[:, :-1].flatten().tolist())) > 1:
-            self._refuse_inputs(given)
+            self._refuse_inputs(inputs)
 
     def _buffer_versions(self) -> dict[str, tuple[int, int]]:
         """Return what changes where a buffer of all stages is written into."""
@@ -126,9 +105,9 @@ class StageInputs:
         return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
 
     def _refuse_written(self) -> NoReturn:
-        """Raise an error for buffers of all stages that differ between them. Collective over the stages."""
+        """Refuse buffers of all stages that differ between them. Collective over the stages."""
         now = self._buffer_versions()
-        every = self._gathered({name: now[name] != self._unwritten[name] for name in now})
+        every = self._gather({name: now[name] != self._unwritten[name] for name in now})
         names = sorted({name for stage in every for name, written in stage.items() if written})
         raise MeshparError(
             f"the forward writes into the buffers {', '.join(names)}, which each stage of pp would fill from values of "
@@ -136,17 +115,13 @@ class StageInputs:
             "the blocks, or register it with persistent=False where stages may differ"
         )
 
-    def _refuse_inputs(self, given: Sequence[Sequence[Tensor]]) -> NoReturn:
-        """Raise an error for micro-batches in which stages got other arguments. Collective over the stages."""
-        every = self._gathered([list(map(int, digests)) for digests in given])
+    def _refuse_inputs(self, inputs: Sequence[Sequence[Tensor]]) -> NoReturn:
+        """Refuse micro-batches in which stages got other arguments. Collective over the stages."""
+        every = self._gather([list(map(int, digests)) for digests in inputs])
         first = every[0][0]
-        rank, number = next(
-            (rank, number)
-            for rank, chunks in enumerate(every)
-            for digests in chunks
-            for number, (one, two) in enumerate(zip_longest(first, digests))
-            if one != two
-        )
+        chunks = ((rank, digests) for rank, chunks in enumerate(every) for digests in chunks)
+        pairs = ((rank, enumerate(zip_longest(first, digests))) for rank, digests in chunks)
+        rank, number = next((rank, number) for rank, both in pairs for number, (one, two) in both if one != two)
         raise MeshparError(
             f"loss gave the module other inputs on rank {rank} of pp than on rank 0, in micro-batch {number}: loss "
             "runs on every stage, and draws masks or noise from the random state, which differs; call "
@@ -156,13 +131,7 @@ class StageInputs:
 
 @final
 class StageTies:
-    """The gradients of parameters that several stages have.
-
-    Args:
-        portion: of the model, on this rank.
-        shared: parameters that several stages have -> the ranks of the group that do.
-        messages: of this rank.
-    """
+    """The gradients of ``shared`` parameters, which other stages have, too -> the ranks of the group that do."""
 
     def __init__(self, portion: Portion, shared: dict[str, tuple[int, ...]], messages: Messages) -> None:
         self._portion, self._of_all, self._messages = portion, shared, messages
@@ -175,11 +144,11 @@ class StageTies:
 
     def set_aside(self) -> dict[str, Tensor | None]:
         """Take away the gradients that shared parameters have from before, which are sums over stages already."""
-        kept = dict[str, Tensor | None]()
+        grads = dict[str, Tensor | None]()
         for name in self.shared:
             parameter = self._portion.module.get_parameter(name)
-            kept[name], parameter.grad = parameter.grad, None
-        return kept
+            grads[name], parameter.grad = parameter.grad, None
+        return grads
 
     @torch.no_grad()
     def add_up(self, before: dict[str, Tensor | None], used: Iterable[bool]) -> None:
@@ -189,23 +158,23 @@ class StageTies:
         of_all = dict(zip(self._of_all, used, strict=True))
         # the first stage is behind the last one in the ring of their messages
         other, to, back = (self._portion.last, BACK, FORTH) if self._portion.rank == 0 else (0, FORTH, BACK)
-        for name, kept in before.items():
+        for name, earlier in before.items():
             parameter = self._portion.module.get_parameter(name)
             if not parameter.requires_grad or not of_all[name]:
-                parameter.grad = kept
+                parameter.grad = earlier
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            mine = local_tensor(parameter.grad)
+            grad = local_tensor(parameter.grad)
             if len(self.shared[name]) > 2:
-                total = mine.contiguous()
+                total = grad.contiguous()
                 self._messages.exchanged(dist.all_reduce, total, group=self._portion.group)
-                mine.copy_(total)
+                grad.copy_(total)
             else:
-                theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
-                self._messages.send([mine.contiguous()], other, to)
-                self._messages.receive(theirs, other, back)
+                others_grad = torch.empty_like(grad, memory_format=torch.contiguous_format)
+                self._messages.send([grad.contiguous()], other, to)
+                self._messages.receive(others_grad, other, back)
                 self._messages.settle_all()
-                mine += theirs
-            if kept is not None:
-                parameter.grad += kept
+                grad += others_grad
+            if earlier is not None:
+                parameter.grad += earlier

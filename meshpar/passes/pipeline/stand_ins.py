@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshpar._torch.fake import has_values, without_functions
-from meshpar._torch.pytree import tree_leaves, tree_map_only
+from meshpar._torch.pytree import tensor_leaves, tree_map_only
 from meshpar.core.errors import MeshparError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -26,18 +26,14 @@ MOST_SHAPES = 256  # that a stand-in, or an end of a cut, knows at a time
 
 @final
 class Carried:
-    """The form of the value that passes from block to block: the same for all stand-ins of a model.
-
-    Attributes:
-        width: number of further values that a block returns beside it, in a tuple; -1: it returns the value alone.
-        dtype: of the value.
-        device: on which a forward runs; None where none does.
-        scores: the last stage's loss runs, and not the module's call in it.
-    """
+    """The form of the value that passes from block to block: the same for all stand-ins of a model."""
 
     def __init__(self) -> None:
+        # ``width``: of further values that a block returns in a tuple; -1: it returns the value alone
         self.width, self.dtype = -1, torch.get_default_dtype()
+        # on which a forward runs
         self.device: torch.device | None = None
+        # the last stage's loss runs, and not the module's call in it
         self.scores = False
 
 
@@ -56,12 +52,7 @@ class PartElsewhereError(MeshparError, AttributeError):
 
 
 class Elsewhere(Tensor):
-    """What a hook gets of a module that another stage computes: a hook may keep it, and nobody may use it.
-
-    Attributes:
-        in_hooks: a hook runs.
-        what: to say of it to those who use it.
-    """
+    """What a hook gets of a module that another stage computes: a hook may keep it, and nobody may use it."""
 
     in_hooks = False
     what = (
@@ -112,7 +103,7 @@ def is_users(hook: Any) -> bool:
 
 def tell_hooks(hook: Any, *values: Any) -> None:
     """Call a user's hook with what it may keep and not use."""
-    if not all(has_values(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)):
+    if not all(map(has_values, tensor_leaves(values))):
         return  # they have no subclass
     Elsewhere.in_hooks = True
     try:
@@ -127,26 +118,20 @@ def tell_hooks_of(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Non
     """Call the user's hooks of a module in whose place a stand-in ran."""
     for number, hook in module._forward_hooks.items():
         if is_users(hook):
-            given = (args, kwargs, output) if number in module._forward_hooks_with_kwargs else (args, output)
-            tell_hooks(hook, module, *given)
+            values = (args, kwargs, output) if number in module._forward_hooks_with_kwargs else (args, output)
+            tell_hooks(hook, module, *values)
 
 
 class StandIn(nn.Module):
-    """A module whose values another stage computes, and where the user's hooks get no values.
-
-    Attributes:
-        carried: tells whether a forward runs, and where.
-        absent: the module's own parameters that this rank lacks -> their shapes without memory.
-    """
+    """A module whose values another stage computes, and where the user's hooks get no values."""
 
     stands_in = True
     carried: Carried
+    # the module's own parameters that this rank lacks
     absent: Mapping[str, Tensor] = MappingProxyType({})
 
     def __getattr__(self, name: str) -> Any:
-        """Return NaN in the shape of a parameter to a forward that asks for its device or dtype, and the shape alone,
-        into which nothing is written, to a loop over modules that fills parameters.
-        """
+        """Return NaN in the shape of an absent parameter in a forward, and the shape without memory outside."""
         if (was := self.absent.get(name)) is None or self._parameters.get(name) is not None:
             return super().__getattr__(name)
         device = self.carried.device
@@ -173,32 +158,22 @@ class StandIn(nn.Module):
     def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> Any:
         return RemovableHandle(OrderedDict())
 
-    def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return RemovableHandle(OrderedDict())
-
-    def register_backward_hook(self, hook: Any) -> Any:
-        return RemovableHandle(OrderedDict())
+    register_full_backward_pre_hook = register_backward_hook = register_full_backward_hook
 
 
 @final
 class BlockStandIn(StandIn):
-    """Return the value that a block is called with, in the form in which blocks return it.
-
-    Args:
-        carried: the form.
-        block: whose settings, such as a kind of attention, the model may read here, too.
-        where: what to say of the block's parts, which are elsewhere.
-    """
+    """Return the value that a block is called with, in the form in which blocks return it."""
 
     def __init__(self, carried: Carried, block: nn.Module, where: str = "") -> None:
         super().__init__()
         self.take_hooks(block)
         self._carried = carried
         self._where, self._parts = where, frozenset({*block._modules, *block._parameters, *block._buffers})
-        known = set(vars(self))
-        own = [kind for kind in reversed(type(block).__mro__) if kind not in nn.Module.__mro__]
-        for name, value in [item for holder in (*own, block) for item in vars(holder).items()]:
-            if isinstance(value, _SETTINGS) and not name.startswith("__") and name not in known:
+        attributes = set(vars(self))
+        classes = [kind for kind in reversed(type(block).__mro__) if kind not in nn.Module.__mro__]
+        for name, value in [item for holder in (*classes, block) for item in vars(holder).items()]:
+            if isinstance(value, _SETTINGS) and not name.startswith("__") and name not in attributes:
                 self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -220,14 +195,11 @@ class BlockStandIn(StandIn):
 
 
 class HeadStandIn(StandIn):
-    """Return NaN in the shape of what a module before the blocks returns, without memory: a loss that uses it is NaN.
+    """Return NaN in the shape of what a module before the blocks returns: a loss that uses it is NaN."""
 
-    Attributes:
-        twin: the module as it was, without values, which finds the shapes.
-        written: the model writes into what it returns, which then has memory.
-    """
-
+    # the module as it was, without values, which finds the shapes
     twin: tuple[nn.Module]
+    # the model writes into what it returns, which then has memory
     written: bool
 
     def __getattr__(self, name: str) -> Any:
@@ -248,29 +220,29 @@ class HeadStandIn(StandIn):
 
     def _empty(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return NaN in the shapes of what the module returns, found once for inputs of the same shapes."""
-        known = self.__dict__.setdefault("shapes", {})
+        outputs = self.__dict__.setdefault("shapes", {})
         form = self.carried.dtype, self.carried.device
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             key: Any = *form, args[0].shape, args[0].dtype
         else:
             key = *form, repr(tree_map_only(Tensor, lambda tensor: (*tensor.shape, tensor.dtype), (args, kwargs)))
-        if key not in known:
-            given = tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), (args, kwargs))
-            if len(known) >= MOST_SHAPES:
-                known.clear()
+        if key not in outputs:
+            inputs = tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), (args, kwargs))
+            if len(outputs) >= MOST_SHAPES:
+                outputs.clear()
             value = torch.full((), torch.nan, dtype=form[0], device=form[1])
             with torch.no_grad():
-                returned = self.twin[0](*given[0], **given[1])
-                known[key] = tree_map_only(Tensor, lambda tensor: value.expand(tensor.shape), returned)
-        return known[key]
+                returned = self.twin[0](*inputs[0], **inputs[1])
+                outputs[key] = tree_map_only(Tensor, lambda tensor: value.expand(tensor.shape), returned)
+        return outputs[key]
 
 
 def standing_for(carried: Carried, twin: nn.Module, written: bool = False) -> HeadStandIn:
     """Return a stand-in beside the module that it answers for, which ``twin`` is without values."""
-    found = HeadStandIn()
-    found.carried, found.twin, found.written = carried, (twin,), written
-    found.absent = {name: one for name, one in twin._parameters.items() if one is not None}
-    return found
+    head = HeadStandIn()
+    head.carried, head.twin, head.written = carried, (twin,), written
+    head.absent = {name: parameter for name, parameter in twin._parameters.items() if parameter is not None}
+    return head
 
 
 class TailStandIn(StandIn):
@@ -281,9 +253,7 @@ class TailStandIn(StandIn):
 
 
 class IdleStandIn(StandIn):
-    """Refuse to run, in the place of a module that the model did not call when it was cut, such as a tower for
-    images.
-    """
+    """Refuse to run, in the place of a module that the model did not call when it was cut."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_idle(self)
@@ -295,11 +265,7 @@ def is_idle(module: nn.Module) -> bool:
 
 
 def refuse_idle(module: nn.Module, *_: object) -> None:
-    """Refuse a call of a module that did not run when the model was cut.
-
-    Raises:
-        MeshparError: always.
-    """
+    """Refuse a call of a module that did not run when the model was cut."""
     kind = type(module).__name__.removesuffix("StandIn")
     raise MeshparError(
         f"PipelineParallel cut the model by a forward that does not call {kind}, and this batch calls it; give such "
@@ -311,8 +277,8 @@ def with_result(output: Any, values: Mapping[int, Tensor]) -> Any:
     """Return what a module has returned with ``values`` at their places in it."""
     if not isinstance(output, tuple | list):
         return values.get(0, output)
-    found = [values.get(place, value) for place, value in enumerate(output)]
-    return found if isinstance(output, list) else tuple(found)
+    replaced = [values.get(number, value) for number, value in enumerate(output)]
+    return replaced if isinstance(output, list) else tuple(replaced)
 
 
 def put(module: nn.Module, name: str, child: nn.Module) -> None:
@@ -326,36 +292,31 @@ def put(module: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def stand_in(kind: type[nn.Module], old: nn.Module, kept: Collection[int], carried: Carried) -> None:
-    """Turn a module into its stand-in, which is of its class and draws its first weights, without parameters but those
-    whose numbers are ``kept``, because another module of this stage has them.
-    """
-    lacks = {name: one for name, one in old._parameters.items() if one is not None and id(one) not in kept}
-    old._parameters.update(dict.fromkeys(lacks))
-    old.__dict__["carried"] = carried
-    old.__dict__["absent"] = {
-        name: nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for name, one in lacks.items()
-    }
+    """Turn a module into its stand-in, of its class, without parameters but those whose numbers are ``kept``."""
+    old.__dict__["carried"], old.__dict__["absent"] = carried, dict[str, nn.Parameter]()
+    for name, parameter in old._parameters.items():
+        if parameter is not None and id(parameter) not in kept:
+            shape = torch.empty_like(parameter, device="meta")
+            old.__dict__["absent"][name] = nn.Parameter(shape, parameter.requires_grad)
+    old._parameters.update(dict.fromkeys(old.__dict__["absent"]))
     old._buffers.clear()
     for name, child in list(old.named_children()):
         if not any(id(parameter) in kept for parameter in child.parameters()):
             delattr(old, name)
+    # of its class, by which it draws its first weights
     old.__class__ = type(f"{type(old).__name__}StandIn", (kind, type(old)), {})
     if isinstance(old, StandIn):
         old.take_hooks(old)
 
 
 def twin_of(module: nn.Module, device: str | None = "meta") -> nn.Module:
-    """Return a copy of a module whose tensors have shapes alone: on the meta device, or, in a
-    ``FakeTensorMode``, on the one of new tensors (None).
-
-    Frozen parameters of it train, too: the graph of a forward then tells what it uses. It has no hooks but torch's own:
-    a user's would keep what it computes.
-    """
+    """Return a copy without values: on the meta device, or in a ``FakeTensorMode`` (None). All of it trains."""
+    # the graph of a forward then tells what it uses, and no user's hook keeps what it computes
     memo: dict[int, Any] = {}
-    for one in (*module.parameters(), *module.buffers()):
-        twin = torch.empty(one.shape, dtype=one.dtype, device=device)
-        trains = one.is_floating_point() or one.is_complex()
-        memo[id(one)] = nn.Parameter(twin, trains) if isinstance(one, nn.Parameter) else twin
+    for tensor in (*module.parameters(), *module.buffers()):
+        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        trains = tensor.is_floating_point() or tensor.is_complex()
+        memo[id(tensor)] = nn.Parameter(twin, trains) if isinstance(tensor, nn.Parameter) else twin
     copied = copy.deepcopy(module, memo)
     for child in copied.modules():
         for kind in (*_HOOKS, "_backward_hooks", "_backward_pre_hooks"):
@@ -363,8 +324,3 @@ def twin_of(module: nn.Module, device: str | None = "meta") -> nn.Module:
             for at in [at for at, hook in hooks.items() if is_users(hook)]:
                 del hooks[at]
     return copied
-
-
-def tensors(value: object) -> list[Tensor]:
-    """Return the tensors in a value."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

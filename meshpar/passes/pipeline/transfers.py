@@ -23,19 +23,7 @@ class FailedBeforeError(Exception):
 
 @final
 class Transfers:
-    """The values and gradients that this rank's stages exchange with others.
-
-    Args:
-        portion: of the model, on this rank.
-        doing: see :class:`Messages`.
-        fail: is called with an error that ends an action.
-
-    Attributes:
-        messages: of this rank.
-        device: on which the stages compute.
-        failed: an error has ended an action of this step.
-        supposed: headers of what a simulated rank gets, by their results, as the stages before have filled them.
-    """
+    """The values and gradients that this rank's stages exchange; ``fail`` gets errors that end an action."""
 
     def __init__(self, portion: Portion, doing: Callable[[], str], fail: Callable[[Exception], None]) -> None:
         self._chunks, self._carried, self._fail = portion.chunks, portion.carried, fail
@@ -43,20 +31,19 @@ class Transfers:
         self.device, self.failed = torch.device("cpu"), False
         # Headers of the last values that came and went in each chunk for a micro-batch of one form.
         self._got, self._given = ([dict[object, Header]() for _ in portion.chunks] for _ in range(2))
-        self._come: Header | None = None  # whose values have yet to
+        self._announced: Header | None = None  # whose values have yet to come
         self._unread = list[tuple[int, int, Callable[[], Tensor]]]()  # numbers behind values: micro-batch and stage
+        # headers of what a simulated rank gets, by their results, as the stages before have filled them
         self.supposed: dict[Result | None, Header] | None = None
 
     @property
     def late(self) -> bool:
-        """True where numbers behind values are read one micro-batch later, so that the host waits for no device.
-
-        Then messages of a known form are exchanged whatever fails, with zeros in the place of values.
-        """
+        """True where numbers behind values are read one micro-batch later, so that the host waits for no device."""
+        # then messages of a known form are exchanged whatever fails, with zeros in the place of values
         return not runtime.over_hosts(self.device)
 
     def begin_step(self) -> None:
-        """Begin a step, or an evaluation; what an earlier one that failed left is forgotten."""
+        """Begin a step or an evaluation, and forget what a failed one left."""
         if self.failed:
             self._unread.clear()
         self.failed = False
@@ -64,53 +51,45 @@ class Transfers:
     def receive(self, turn: Turn) -> None:
         """Receive what the stage before hands on; its header comes behind values of a known form, or else before."""
         results, numbers = (None, *self._chunks[turn.chunk].takes), torch.Tensor()
-        known, header, found = self._got[turn.chunk].get(turn.form), self._come, list[Tensor]()
+        expected, header, values = self._got[turn.chunk].get(turn.form), self._announced, list[Tensor]()
         if self.supposed is not None:
-            one = self.supposed[None]
-            known = replace(one, forms=tuple(self.supposed.get(result, one).forms[0] for result in results))
-        if known is not None and header is None and self.late:
-            header, found = known, self._receive_known(known, turn)
+            first = self.supposed[None]
+            expected = replace(first, forms=tuple(self.supposed.get(result, first).forms[0] for result in results))
         if header is None:
-            if known is None:
+            if expected is None:
                 numbers = torch.empty(Header.size(len(results)), dtype=torch.int64, device=self.device)
                 self.messages.receive(numbers, turn.stage - 1, FORTH)
             else:
-                whole, found, numbers = known.room(self.device)
+                whole, values, numbers = expected.room(self.device)
                 self.messages.receive(whole, turn.stage - 1, FORTH)
-            header = known if self.supposed is not None and known else Header.of_numbers(numbers.tolist())
-            if header.width == FAILED:
-                turn.takes, error = False, FailedBeforeError()
-                self._fail(error)
-                raise error
-            if known is None or header.forms != known.forms:
-                self._come = header  # noted, so that no values are read as a header where there is no memory for them
-        if self._come is not None:
-            found = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in header.forms]
-            for value in found:
+            if expected is not None and self.late:
+                header = expected
+                with beside(self.device) as to_host:
+                    self._unread.append((turn.number, turn.stage - 1, to_host(numbers)))
+            else:
+                header = expected if self.supposed is not None and expected else Header.of_numbers(numbers.tolist())
+                if header.width == FAILED:
+                    turn.takes, error = False, FailedBeforeError()
+                    self._fail(error)
+                    raise error
+                if expected is None or header.forms != expected.forms:
+                    # noted, so that no values are read as a header where there is no memory for them
+                    self._announced = header
+        if self._announced is not None:
+            values = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in header.forms]
+            for value in values:
                 self.messages.receive(value, turn.stage - 1, FORTH)
-        self._come, turn.takes = None, False
+        self._announced, turn.takes = None, False
         header.keep(self._got[turn.chunk], turn.form)
         self._carried.dtype, self._carried.width = header.forms[0][0], header.width
-        turn.arrived = [value.requires_grad_() for value in found] if torch.is_grad_enabled() else found
-        if self.late and header is known:
+        turn.arrived = [value.requires_grad_() for value in values] if torch.is_grad_enabled() else values
+        if self.late and header is expected:
             self._read(1)
         elif self.supposed is None and not self.failed:  # with what has come noted: its gradients go back
             header.check(turn.number, turn.stage - 1)
 
-    def _receive_known(self, known: Header, turn: Turn) -> list[Tensor]:
-        """Receive values of a known form, and begin to read the numbers behind them."""
-        whole, found, numbers = known.room(self.device)
-        self.messages.receive(whole, turn.stage - 1, FORTH)
-        with beside(self.device) as to_host:
-            self._unread.append((turn.number, turn.stage - 1, to_host(numbers)))
-        return found
-
     def _read(self, most: int) -> None:
-        """Read the numbers of what came, but for ``most`` of the last ones.
-
-        Raises:
-            FailedBeforeError: an error came before the values.
-        """
+        """Read the numbers of what came, but for the last ``most``; raise FailedBeforeError where one says so."""
         while len(self._unread) > most:
             number, stage, read = self._unread.pop(0)
             numbers = read()
@@ -128,20 +107,20 @@ class Transfers:
         gives = self._chunks[turn.chunk].gives
         forms = tuple((value.dtype, tuple(value.shape)) for value in values or ())
         header = Header(FAILED if values is None else self._carried.width, turn.number, turn.stage, forms)
-        known = self._given[turn.chunk].get(turn.form)
+        expected = self._given[turn.chunk].get(turn.form)
         if self.supposed is not None:
-            known, pairs = header, zip((None, *gives), forms, strict=True)
+            expected, pairs = header, zip((None, *gives), forms, strict=True)
             self.supposed |= {result: replace(header, forms=(form,)) for result, form in pairs}
-        if self.late and known is not None:
-            self._send_known(known, header, turn, values)
+        if self.late and expected is not None:
+            self._send_known(expected, header, turn, values)
             return
         numbers = header.tensor(1 + len(gives), self.device)
         parts = [numbers, *(values or ())]
-        if known is not None:
-            whole, rooms, behind = known.room(self.device)
+        if expected is not None:
+            whole, rooms, behind = expected.room(self.device)
             behind.copy_(numbers)
             parts[0] = whole  # where the next stage takes another form, it learns behind it what follows
-            if forms == known.forms:
+            if forms == expected.forms:
                 for room, value in zip(rooms, values or (), strict=True):
                     room.copy_(value)
                 parts = [whole]
@@ -151,20 +130,16 @@ class Transfers:
         self.messages.send(parts, turn.stage + 1, FORTH)
         turn.sends = False
 
-    def _send_known(self, known: Header, header: Header, turn: Turn, values: Sequence[Tensor] | None) -> None:
-        """Send values of a known form; after an error zeros, for which gradients come like for the others.
-
-        Raises:
-            MeshparError: they have another form.
-        """
-        if values is not None and header.forms != known.forms:
-            shapes = (", ".join(str(shape) for _, shape in forms) for forms in (header.forms, known.forms))
+    def _send_known(self, expected: Header, header: Header, turn: Turn, values: Sequence[Tensor] | None) -> None:
+        """Send values of a known form; after an error zeros, for which gradients come like for the others."""
+        if values is not None and header.forms != expected.forms:
+            shapes = (", ".join(str(shape) for _, shape in forms) for forms in (header.forms, expected.forms))
             raise MeshparError(
                 "what stage {} hands on has the shapes {}, expected {} as for earlier inputs of the same shapes, which "
                 "the next stage takes without a wait for its device; pad to shapes that follow from those of the "
                 "inputs, or use a mesh without pp".format(turn.stage, *shapes)
             )
-        whole, rooms, behind = known.room(self.device)
+        whole, rooms, behind = expected.room(self.device)
         if values is None:
             whole.zero_()
             turn.left = [torch.zeros_like(room) for room in rooms]
