@@ -138,7 +138,8 @@ class StandIn(nn.Module):
         if device is None:
             return was
         value: Any = torch.full((), torch.nan, dtype=was.dtype, device=device).expand(was.shape)
-        value = value.as_subclass(WeightElsewhere if self.carried.scores else AbsentWeight)
+        if type(value) is Tensor:  # a look at the model has no values
+            value = value.as_subclass(WeightElsewhere if self.carried.scores else AbsentWeight)
         value._is_param = True  # torch's word for what get_parameter finds
         return value
 
