@@ -27,13 +27,13 @@ from meshpar.launchers.jobs.profile import LEAST as PROFILED
 from meshpar.launchers.recipes.conflicts import folder_problems
 from meshpar.launchers.recipes.recipe import Recipe, UntrustedError
 from meshpar.launchers.recipes.sections import DataSection, Own, OwnOptimizer
-from meshpar.optim.elementwise import check_elementwise
 from meshpar.plan import lost_replica_problems
 from meshpar.process.homes import expanded
 from meshpar.training.chat import ChatSource
 from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.experts import balance_problems
 from meshpar.training.objectives import teacher_problems
+from meshpar.training.optimizer import check_elementwise
 from meshpar.training.samples import tokenizers_problem
 from meshpar.training.text import PACKED, UNPLAIN, TextSource, kind_of
 from meshpar.training.tokenizer import train_bpe

@@ -38,7 +38,6 @@ from meshpar.launchers.jobs import build, datasets, reports
 from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.profile import LEAST as PROFILED
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.optim.elementwise import HasModes
 from meshpar.parallelized import Parallelized
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.homes import expanded
@@ -49,7 +48,7 @@ from meshpar.training.lighthouse import this_replica
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters
 from meshpar.training.metrics import flops_per_token
-from meshpar.training.optimizer import LossScaler
+from meshpar.training.optimizer import HasModes, LossScaler
 from meshpar.training.settings import Outcome
 from meshpar.training.stop import StopRequest
 from meshpar.training.tracking import METRICS, SENT

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import MeshparError
-from meshpar.optim.matrices import Matrices, matrices_of
-from meshpar.optim.owners import OwnedMatrix, Owners, Place, Round, shares
+from meshpar.optim.matrices import Matrices, OwnedMatrix, Owners, Place, Round, matrices_of, shares
 from meshpar.parallelized import Parallelized
 from meshpar.passes.elsewhere import first_covering
 from meshpar.step.run import layout_of

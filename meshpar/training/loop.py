@@ -18,7 +18,6 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.exchange.rank_digests import check_equal
-from meshpar.optim.elementwise import HasModes, use_evaluation_values
 from meshpar.parallelized import Parallelized
 from meshpar.passes.tensor.random import mix
 from meshpar.state.averaging import Averaged
@@ -28,7 +27,7 @@ from meshpar.training.elastic import Change, Replicas
 from meshpar.training.evaluation import Evaluation
 from meshpar.training.metrics import Ended, Meter, Reporter, Reports
 from meshpar.training.objectives import Objective
-from meshpar.training.optimizer import LossScaler, Schedule
+from meshpar.training.optimizer import HasModes, LossScaler, Schedule, use_evaluation_values
 from meshpar.training.settings import Every, Outcome, TrainSettings
 from meshpar.training.step import BatchLosses, TrainStep
 from meshpar.training.stop import StopAskedError, StopRequest

@@ -20,7 +20,7 @@ from meshpar import (
     Replicate,
     TensorParallel,
 )
-from meshpar.optim import Muon, muon, owners
+from meshpar.optim import Muon, matrices, muon
 from meshpar.optim.matrices import Matrices
 from meshpar.testing import assert_records_match, on_ranks, token_steps
 from meshpar.testing.parity import _alone, train_steps
@@ -212,7 +212,7 @@ def test_replicas_divide_the_iterations_and_have_the_bits_of_one_process():
     expected = bits(module, optimizer)
     for (mesh, passes), most in zip(REPLICAS.items(), (muon._ROUND_BYTES, 1 << 13, 1 << 12), strict=True):
         par = on(mesh, passes, ODD)
-        with mock.patch.object(owners, "_LEAST", most // 8), mock.patch.object(muon, "_ROUND_BYTES", most):
+        with mock.patch.object(matrices, "_LEAST", most // 8), mock.patch.object(muon, "_ROUND_BYTES", most):
             divided = HALF(par)
             flops = [counted(divided, par.module, step) for step in range(2)]
         assert max(flops) <= total / 4 + single, (mesh, flops, total)
@@ -237,8 +237,8 @@ def test_the_rounds_of_a_step_are_planned_once_and_ranks_listed_once_a_layout():
         tuple(value.shape) for name, value in par.module.named_parameters() if "layers" in name and value.ndim > 1
     }
     with (
-        mock.patch.object(muon, "shares", wraps=owners.shares) as listed,
-        mock.patch.object(owners.Owners, "rounds", autospec=True, side_effect=owners.Owners.rounds) as planned,
+        mock.patch.object(muon, "shares", wraps=matrices.shares) as listed,
+        mock.patch.object(matrices.Owners, "rounds", autospec=True, side_effect=matrices.Owners.rounds) as planned,
     ):
         advance(par.module, HALF(par), range(3))
     assert (listed.call_count, planned.call_count) == (len(layouts), 1)

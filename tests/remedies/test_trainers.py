@@ -22,7 +22,6 @@ from meshpar import (
     token_loss,
 )
 from meshpar.optim import Muon, SmallAdamW
-from meshpar.optim.elementwise import check_elementwise
 from meshpar.testing import on_ranks
 from meshpar.testing.parity import in_this_process
 from meshpar.training import CausalLM, Distillation, ExpertLoad, SequenceClassification, build_adamw, freeze
@@ -30,7 +29,7 @@ from meshpar.training.elastic import Replicas
 from meshpar.training.evaluation import generate
 from meshpar.training.lighthouse import Lighthouse
 from meshpar.training.lora import LoRA, add_adapters
-from meshpar.training.optimizer import AdamWSettings, Schedule, scale_rates
+from meshpar.training.optimizer import AdamWSettings, Schedule, check_elementwise, scale_rates
 from meshpar.training.samples import MappedSamples
 from meshpar.training.trackers import WandB
 from tests.core.test_optimizer_groups import told_rates
