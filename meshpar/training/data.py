@@ -152,9 +152,22 @@ class Batches:
     >>> samples = PackedTokens(file, 1024)  # doctest: +SKIP
     >>> Batches(samples, micro_batch=8, data_rank=par.data_rank, data_size=par.data_size)  # doctest: +SKIP
 
-    A step is a list of ``accumulate`` micro-batches of ``micro_batch`` samples. Its order depends on ``seed`` and the
-    epoch alone. Each step uses the next ``global_batch`` samples of it, and each data rank its slice of them; fully
-    masked samples fill the last step of an epoch. With ``grow``, the size of a step follows from its place in the data.
+    A step is a list of micro-batches. The order of samples depends on ``seed`` and the epoch alone. Each step uses the
+    next ``global_batch`` of them, and each data rank its slice; fully masked samples fill the last step of an epoch.
+
+    Args:
+        samples: the samples to read.
+        micro_batch: number of samples of this rank in one forward pass.
+        accumulate: number of micro-batches in one optimizer step.
+        data_rank, data_size: this rank's slice of all slices: ``par.data_rank`` and ``par.data_size``.
+        seed: seed of the order; None: the order of the data.
+        loader: settings of workers and read-ahead.
+        replicas: number of replicas that :meth:`share` the samples, each with ``data_size`` slices.
+        grow: place in the samples of all epochs -> samples of a step of all ranks from there on, a multiple of
+            ``micro_batch`` x ``data_size``.
+
+    Raises:
+        RecipeError: a size is below one, or there are no samples; ``grow`` does not fit the ranks.
     """
 
     def __init__(
@@ -170,22 +183,6 @@ class Batches:
         replicas: int = 1,
         grow: Mapping[int, int] | None = None,
     ) -> None:
-        """Build the loader.
-
-        Args:
-            samples: the samples to read.
-            micro_batch: number of samples of this rank in one forward pass.
-            accumulate: number of micro-batches in one optimizer step.
-            data_rank, data_size: this rank's slice of all slices: ``par.data_rank`` and ``par.data_size``.
-            seed: seed of the order; None: the order of the data.
-            loader: settings of workers and read-ahead.
-            replicas: number of replicas that :meth:`share` the samples, each with ``data_size`` slices.
-            grow: place in the samples of all epochs -> samples of a step of all ranks from there on, a multiple of
-                ``micro_batch`` x ``data_size``.
-
-        Raises:
-            RecipeError: a size is below one, or there are no samples; ``grow`` does not fit the ranks.
-        """
         if micro_batch < 1 or accumulate < 1 or not 0 <= data_rank < data_size:
             raise RecipeError(
                 f"expected sizes of at least 1 and rank < size; got {micro_batch=}, {accumulate=}, data rank "

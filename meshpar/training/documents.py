@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 
 import torch
 import torch.distributed as dist
@@ -82,7 +81,11 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
         logits = logits.to_local() if isinstance(logits, DTensor) else logits
         return logits.float() if isinstance(logits, Tensor) else None
 
-    with _alone(par, module) as dtypes:
+    blocks = [block for _, block in find_blocks(par.module, par.layout)] if module is par.module else []
+    with par.run.without_trials(), as_evaluated(module, blocks) as dtypes, ExitStack() as stack:
+        # a module that cannot be copied runs as in a forward of the user's own
+        with suppress(CannotCopy):
+            stack.enter_context(copied_state(module, None))
         logits = par.forward([part], logits_of)[0] if module is par.module else logits_of(module, part)
     if logits is None:
         return  # told by the objective
@@ -106,16 +109,3 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
             f"{class_name(module)} counts positions itself: a document of a packed row gives other results than alone "
             f"(off by {misplaced:.1e}); {REMEDY}"
         )
-
-
-@contextmanager
-def _alone(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Run on a copy of a module's state, without random numbers and recomputation; yield the dtypes it computes in."""
-    blocks = [block for _, block in find_blocks(par.module, par.layout)] if module is par.module else []
-    with ExitStack() as stack:
-        stack.enter_context(par.run.without_trials())
-        dtypes = stack.enter_context(as_evaluated(module, blocks))
-        # a module that cannot be copied runs as in a forward of the user's own
-        with suppress(CannotCopy):
-            stack.enter_context(copied_state(module, None))
-        yield dtypes

@@ -142,16 +142,6 @@ class PackedTokens:
         return ((index * self.length, self.length),) if self._fitted is None else self._fitted.parts(index)
 
 
-def _truncated_rows(file: ExampleFile, name: str, indices: Sequence[int], length: int) -> list[np.ndarray]:
-    """Return at most ``length`` ids of inputs or outputs of a file; a filler has none."""
-    return [file.row(name, index)[:length] if index != FILLER else file.row(name, 0)[:0] for index in indices]
-
-
-def _check_lengths(*lengths: int) -> None:
-    if (length := min(lengths)) < 1:
-        raise RecipeError(f"length is {length}; expected at least 1 token in a text")
-
-
 def pad_rows(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids (B, L) and their mask, int64; an empty row has one attended position, else attention is NaN."""
     numpy = need("numpy")
@@ -165,27 +155,41 @@ def pad_rows(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.
     return torch.from_numpy(ids), torch.from_numpy(real)
 
 
+class _Examples:
+    """Examples of a file, whose inputs and outputs are truncated to ``lengths``."""
+
+    def __init__(self, file: ExampleFile, **lengths: int) -> None:
+        if (length := min(lengths.values())) < 1:
+            raise RecipeError(f"length is {length}; expected at least 1 token in a text")
+        self.file, self._lengths = file, lengths
+        self.fingerprint = "/".join(map(str, (file.fingerprint, *lengths.values())))
+
+    def __len__(self) -> int:
+        return self.file.count
+
+    def _padded(self, name: str, indices: Sequence[int], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids of inputs or outputs and their mask; a filler has none."""
+        file, length = self.file, self._lengths[name]
+        rows = [file.row(name, index)[:length] if index != FILLER else file.row(name, 0)[:0] for index in indices]
+        return pad_rows(rows, fill, length)
+
+
 @final
-class PairedExamples:
+class PairedExamples(_Examples):
     """Batch input and target texts for an encoder and a decoder, for :class:`meshpar.training.Seq2Seq`."""
 
     def __init__(self, file: ExampleFile, *, length: int, target_length: int, start_id: int) -> None:
         """Use ``file``; inputs and targets are truncated to a length; ``start_id`` begins the decoder's input."""
-        _check_lengths(length, target_length)
-        self.file, self.start_id, self._length, self._target_length = file, start_id, length, target_length
-        self.fingerprint = f"{file.fingerprint}/{length}/{target_length}"
-
-    def __len__(self) -> int:
-        return self.file.count
+        super().__init__(file, input=length, output=target_length)
+        self.start_id = start_id
 
     def __str__(self) -> str:
         return f"{len(self):,} pairs"
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         fill = self.file.pad_id
-        inputs, real = pad_rows(_truncated_rows(self.file, "input", indices, self._length), fill, self._length)
-        targets = _truncated_rows(self.file, "output", indices, self._target_length)
-        labels, _ = pad_rows(targets, IGNORE_INDEX, self._target_length)
+        inputs, real = self._padded("input", indices, fill)
+        labels, _ = self._padded("output", indices, IGNORE_INDEX)
         behind = torch.full_like(labels, fill)
         behind[:, 0] = self.start_id
         behind[:, 1:] = torch.where(labels[:, :-1] == IGNORE_INDEX, fill, labels[:, :-1])
@@ -193,24 +197,18 @@ class PairedExamples:
 
 
 @final
-class LabelledExamples:
+class LabelledExamples(_Examples):
     """Batch texts with a class, for :class:`meshpar.training.SequenceClassification`."""
 
     def __init__(self, file: ExampleFile, *, length: int) -> None:
         """Use the examples of ``file``, which have labels; inputs are truncated to ``length``."""
-        _check_lengths(length)
-        self.file, self._length = file, length
-        self.fingerprint = f"{file.fingerprint}/{length}"
-
-    def __len__(self) -> int:
-        return self.file.count
+        super().__init__(file, input=length)
 
     def __str__(self) -> str:
         return f"{len(self):,} examples of {len(self.file.classes)} classes"
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
-        rows = _truncated_rows(self.file, "input", indices, self._length)
-        inputs, real = pad_rows(rows, self.file.pad_id, self._length)
+        inputs, real = self._padded("input", indices, self.file.pad_id)
         labels = [int(self.file.row("output", index)[0]) if index != FILLER else IGNORE_INDEX for index in indices]
         return {"input_ids": inputs, "attention_mask": real, "labels": torch.tensor(labels)}
 

@@ -755,11 +755,11 @@ def test_random_state_of_a_step_needs_only_seed_and_step(one_process: None, tmp_
     run = trainer(parallel(dropout=0.3), packed(tmp_path))
     run.step = 5
     torch.manual_seed(123)
-    run._train_step(next(iter(run.data)), 0.0)
+    run._make_step(iter(run.data))
     after = torch.random.get_rng_state()
     expected = trainer(parallel(dropout=0.3), packed(tmp_path))
     expected.step = 5
-    expected._train_step(next(iter(expected.data)), 0.0)
+    expected._make_step(iter(expected.data))
     assert torch.equal(torch.random.get_rng_state(), after)
     assert mix(11, 5) != mix(11, 6)
 
