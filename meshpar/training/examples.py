@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from meshpar.core.errors import RecipeError
 from meshpar.process.build_once import build_once
 from meshpar.process.imports import need
-from meshpar.training.order import check_held_out, held_out
+from meshpar.training.order import held_out
 from meshpar.training.text import (
     STDLIB,
     TABLES,
@@ -229,7 +229,6 @@ def prepare_examples(
 
     ``validation``: separate records; or ``validation_fraction``: this part of the source's, chosen by ``seed``.
     """
-    check_held_out(validation, validation_fraction)
     parts = (source.fingerprint(), None if validation is None else validation.fingerprint(), tokenizer.fingerprint())
     key = hashlib.sha256(repr((_FORMAT, parts, source.kind, validation_fraction, seed)).encode()).hexdigest()[:16]
 

@@ -54,24 +54,15 @@ class Lighthouse:
         host: address to listen at; ``[::]``: all. There is no authentication: let only the hosts of the job reach it.
         least: smallest number of replicas that train.
         patience_s: seconds that replicas wait for one that lives and does not answer.
-        dead_s: seconds without a heartbeat after which a replica counts as lost.
     """
 
-    def __init__(
-        self,
-        port: int = 0,
-        *,
-        host: str = "127.0.0.1",
-        least: int = 1,
-        patience_s: float = 20.0,
-        dead_s: float = _DEAD_S,
-    ) -> None:
+    def __init__(self, port: int = 0, *, host: str = "127.0.0.1", least: int = 1, patience_s: float = 20.0) -> None:
         self._server = _torchft().LighthouseServer(
             bind=f"{host}:{port}",
             min_replicas=least,
             join_timeout_ms=round(1000 * patience_s / 2),
             quorum_tick_ms=50,
-            heartbeat_timeout_ms=round(1000 * dead_s),
+            heartbeat_timeout_ms=round(1000 * _DEAD_S),
         )
         self.port = urlsplit(self._server.address()).port or port
 
@@ -171,14 +162,6 @@ class Peers(Protocol):
     def send(self, tensors: list[Tensor], to: int, tag: int, /) -> dist.Work: ...
     def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
     def shutdown(self) -> None: ...
-
-
-def connect(member: QuorumMember, name: str, rank: int, size: int, timeout_s: float) -> Peers:
-    """Return a new gloo group that meets at a member's store; raises RuntimeError if the others do not come in time."""
-    host, _, port = member.store.rpartition(":")
-    limit = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)
-    return cast("Peers", dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, limit))
 
 
 def _torchft() -> Any:  # noqa: ANN401 - an optional package
@@ -349,7 +332,9 @@ class Rendezvous:
         return self._group[1] if self._group is not None and self._compared else None
 
     def connect(self) -> None:
-        """Make the group of this rank's peers among the members that are ready, unless it is the one that there is."""
+        """Make the group of this rank's peers among the members that are ready, unless there is this one. RuntimeError
+        if the others do not come in time to the store of the first.
+        """
         assert self.quorum is not None
         members, division = self.quorum.ready, self.quorum.group
         if self._group is not None and self._group[1] == division:
@@ -358,8 +343,11 @@ class Rendezvous:
         (number, failures), names = division
         # With the members: those that complete a step meet before those that join, in one quorum.
         path = f"{number}.{failures}/{' '.join(names)}/{dist.get_rank()}"
-        limit_s = min(_CONNECT_S, self._patience_s)
-        peers = connect(members[0], path, names.index(self.name), len(names), limit_s)
+        host, _, port = members[0].store.rpartition(":")
+        limit = timedelta(seconds=min(_CONNECT_S, self._patience_s))
+        store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)
+        rank, size = names.index(self.name), len(names)
+        peers = cast("Peers", dist.ProcessGroupGloo(dist.PrefixStore(path, store), rank, size, limit))
         bound(peers, self._patience_s)
         self._group = peers, division
 

@@ -57,15 +57,6 @@ def held_out(count: int, fraction: float, seed: int) -> np.ndarray:
     return chosen
 
 
-def check_held_out(validation: object, fraction: float) -> None:
-    """Raise RecipeError if there are both ``validation`` data and a ``fraction``, or it is not in 0 to 1."""
-    if not 0.0 <= fraction < 1.0 or (validation is not None and fraction):
-        raise RecipeError(
-            f"expected either a validation source, or a fraction of at least 0 and below 1; got {validation} and "
-            f"{fraction}"
-        )
-
-
 def key_of(seed: int, epoch: int, source: int = 0) -> int:
     """Return the key of the permutation of a source's epoch; epochs of one seed are far apart."""
     return (((seed + 0x9E3779B9 * source) & 0xFFFFFFFF) << 32) + (epoch & 0xFFFFFFFF)

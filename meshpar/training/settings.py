@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, final, get_args, get_origin, get_type_hints
 
 from meshpar.core.errors import RecipeError
+
+_WORDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
 
 
 @final
@@ -20,17 +23,18 @@ class Bound:
     le: float | None = None
     lt: float | None = None
 
+    @property
+    def _limits(self) -> dict[str, float]:
+        return {name: limit for name, limit in asdict(self).items() if limit is not None}
+
     def __contains__(self, value: Any) -> bool:
-        low = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
-        return low and (self.le is None or value <= self.le) and (self.lt is None or value < self.lt)
+        return all(getattr(operator, name)(value, limit) for name, limit in self._limits.items())
 
     def __str__(self) -> str:
-        words = {"from": self.ge, "above": self.gt, "to": self.le, "below": self.lt}
-        return " ".join(f"{word} {value}" for word, value in words.items() if value is not None)
+        return " ".join(f"{_WORDS[name]} {limit}" for name, limit in self._limits.items())
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        bounds = {"ge": self.ge, "gt": self.gt, "le": self.le, "lt": self.lt}
-        return handler(source) | {name: value for name, value in bounds.items() if value is not None}
+        return handler(source) | self._limits
 
 
 Count = Annotated[int, Bound(ge=1)]

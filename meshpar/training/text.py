@@ -304,8 +304,6 @@ class TextSource:
     reading: Reading = dataclasses.field(default_factory=Reading, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.inputs, str) or not self.inputs:
-            raise RecipeError(f"inputs must be a tuple of files, globs, folders or {STDLIB!r}, got {self.inputs!r}")
         if self.separator == "":
             raise RecipeError("separator is empty; drop it to make each file one document")
 

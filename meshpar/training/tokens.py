@@ -16,7 +16,7 @@ from meshpar.core.errors import RecipeError
 from meshpar.process.build_once import build_once
 from meshpar.process.homes import expanded
 from meshpar.process.imports import need
-from meshpar.training.order import check_held_out, held_out
+from meshpar.training.order import held_out
 from meshpar.training.text import TextSource, warn_of
 from meshpar.training.tokenizer import Piece, TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 
@@ -211,7 +211,6 @@ def prepare_tokens(
 
     ``validation``: separate text; or ``validation_fraction``: this part of the source's documents, chosen by ``seed``.
     """
-    check_held_out(validation, validation_fraction)
     whole = _tokenize_once(source, tokenizer, Path(cache))
     if validation is not None:
         return TokenSplit(train=whole, validation=_tokenize_once(validation, tokenizer, Path(cache)))
