@@ -33,7 +33,7 @@ from meshpar.launchers.recipes.schema import build, parse_dtype, validate
 from meshpar.launchers.recipes.sections import LoRASection
 from meshpar.launchers.recipes.yamlfile import read_document
 from meshpar.models.huggingface import from_config
-from meshpar.process.homes import expanded
+from meshpar.process.imports import expanded
 from meshpar.training.lora import LoRA, add_adapters, config_of
 from meshpar.training.tokenizer import load_tokenizer
 from meshpar.weights import TypedSource, WeightMap

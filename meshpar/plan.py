@@ -15,20 +15,19 @@ from torch import nn
 
 from meshpar._torch.units import Units
 from meshpar.core import registry, runtime
-from meshpar.core.applying import run_passes
 from meshpar.core.checks import arrows, check_arguments, checked_layout, problems_of
 from meshpar.core.errors import LayoutError, MeshError, MeshparError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, default_device_type
 from meshpar.core.passes import Checking, Facts, Guards, Pass, Role, check_guards
-from meshpar.core.resolved import Resolved, resolve
+from meshpar.core.resolved import Resolved, resolve, run_passes
 from meshpar.exchange.ranks import next_number
 from meshpar.guards.attach import make_run
 from meshpar.parallelized import Parallelized
 from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms
 from meshpar.passes.prepare import prepare
 from meshpar.state.description import Description, describe
-from meshpar.state.initialize import check_weights, state
+from meshpar.state.initialize import check_weights
 from meshpar.step.moment import Guarded
 from meshpar.trials.engine import NOTHING, Verification, report
 from meshpar.trials.proving import prove
@@ -198,9 +197,7 @@ class Plan:
         device = runtime.device(kind)
         runtime.make_current(device)
         if self.guards != "off":
-            guards = registry.offered(registry.GUARDS)
-            weights = dict(state(module))
-            runtime.among_real_ranks(partial(check_weights, weights, "the weights handed to apply", guards))
+            runtime.among_real_ranks(partial(check_weights, module, registry.offered(registry.GUARDS)))
         return device
 
     def prove(

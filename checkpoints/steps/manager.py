@@ -25,7 +25,7 @@ from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk, place
 from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.core.waiting import reads_of
-from meshpar.process.homes import expanded
+from meshpar.process.imports import expanded
 from meshpar.state.averaging import Averaged
 
 _log = logging.getLogger("meshpar.checkpoints")

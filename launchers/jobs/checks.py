@@ -21,6 +21,7 @@ from meshpar.core.errors import CheckpointError, LayoutError, MeshparError, Plan
 from meshpar.core.mesh import default_device_type
 from meshpar.core.passes import Role, axes_of
 from meshpar.core.patterns import suggestion
+from meshpar.guards.optimizers import check_separable
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.models import weights_problems
 from meshpar.launchers.jobs.profile import LEAST as PROFILED
@@ -28,7 +29,7 @@ from meshpar.launchers.recipes.conflicts import folder_problems
 from meshpar.launchers.recipes.recipe import Recipe, UntrustedError
 from meshpar.launchers.recipes.sections import DataSection, Own, OwnOptimizer
 from meshpar.plan import lost_replica_problems
-from meshpar.process.homes import expanded
+from meshpar.process.imports import expanded
 from meshpar.training.chat import ChatSource
 from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.experts import balance_problems
@@ -39,7 +40,6 @@ from meshpar.training.text import PACKED, UNPLAIN, TextSource, kind_of
 from meshpar.training.tokenizer import train_bpe
 from meshpar.training.tokens import TokenFile, training_texts
 from meshpar.training.tracking import usable
-from meshpar.trials.separable import check_separable
 
 Problems = Iterator[tuple[str, str]]
 """Fields of a recipe, each with what is wrong with it."""

@@ -14,7 +14,7 @@ from meshpar.launchers.jobs.models import DataFacts
 from meshpar.launchers.recipes.recipe import Recipe, UntrustedError, has_keyword, make_own
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized
-from meshpar.process.homes import expanded
+from meshpar.process.imports import expanded
 from meshpar.training.chat import ChatSource
 from meshpar.training.data import Batches, LoaderSettings, SampleSet
 from meshpar.training.examples import ExampleFile, ExampleSplit, RecordSource, prepare_examples

@@ -40,7 +40,7 @@ from meshpar.launchers.jobs.profile import LEAST as PROFILED
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
 from meshpar.passes.pipeline.running import Layers
-from meshpar.process.homes import expanded
+from meshpar.process.imports import expanded
 from meshpar.process.leftovers import write_durably
 from meshpar.state.averaging import Averaged
 from meshpar.training.elastic import Replicas

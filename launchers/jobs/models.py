@@ -22,8 +22,7 @@ from meshpar.launchers.recipes.recipe import UntrustedError
 from meshpar.launchers.recipes.sections import Model
 from meshpar.models.huggingface import for_training, foreign_attention
 from meshpar.parallelized import Parallelized
-from meshpar.process.homes import expanded
-from meshpar.process.imports import quiet_imports
+from meshpar.process.imports import expanded, quiet_imports
 from meshpar.state import initialize
 from meshpar.training.lora import WithAdapters
 from meshpar.weights import TypedSource

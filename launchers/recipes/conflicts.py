@@ -12,7 +12,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.launchers.recipes.recipe import Recipe, UntrustedError, own_problems, wants_teacher
 from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
 from meshpar.launchers.recipes.yamlfile import Document, Place
-from meshpar.process.homes import expanded
+from meshpar.process.imports import expanded
 from meshpar.training.order import weights_problem
 from meshpar.training.text import SUFFIXES, as_lines, kind_of
 from meshpar.weights import average_called

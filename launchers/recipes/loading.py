@@ -15,7 +15,7 @@ from meshpar.launchers.recipes.conflicts import calling_problems, conflicts
 from meshpar.launchers.recipes.recipe import Classes, Recipe, make_importable, read_passes
 from meshpar.launchers.recipes.schema import validate
 from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, dotted, read_document
-from meshpar.process.homes import expanded
+from meshpar.process.imports import expanded
 from meshpar.process.secrets import REMEDY, secrets_in
 
 

@@ -35,7 +35,7 @@ from meshpar.launchers.recipes.sections import (
 )
 from meshpar.launchers.recipes.yamlfile import Document, Place, place_of, to_yaml
 from meshpar.passes import Pass
-from meshpar.process.homes import expanded
+from meshpar.process.imports import expanded
 from meshpar.process.secrets import redacted
 from meshpar.training.lora import LoRA
 from meshpar.training.settings import Bound

@@ -21,7 +21,7 @@ import yaml
 from meshpar.core.errors import LaunchError
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.patterns import suggestion
-from meshpar.process.homes import expanded
+from meshpar.process.imports import expanded
 from meshpar.process.secrets import secrets_in
 from meshpar.training.settings import Bound, bound_problems
 

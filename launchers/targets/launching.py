@@ -23,7 +23,7 @@ from meshpar.launchers.jobs.checks import check_job, replica_problems, untried
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.targets.job import COMMAND, Job, Launched, Target, ask, make_target
-from meshpar.process.homes import expanded
+from meshpar.process.imports import expanded
 from meshpar.process.leftovers import write_durably
 from meshpar.process.secrets import REMEDY, secret_words
 from meshpar.state.drawing import table

@@ -1,4 +1,5 @@
-"""The backwards of FSDP2's units: in which order they gather and reduce, and what counts as zero.
+"""The backwards of FSDP2's units: in which order they gather and reduce, and what counts as zero; and writes into their
+weights, gathered and sharded, that nothing would keep or all ranks would miss.
 
 FSDP2 reduces what has a gradient on this rank, which may be something else on another rank; torch 2.13 has
 ``set_reduce_scatter_unused_params``, which gives zeros to what no rank used, too.
@@ -20,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from meshpar._torch.autograd import accumulates
 from meshpar._torch.calls import eager
+from meshpar._torch.fake import has_values
 from meshpar._torch.fsdp import ACCUMULATES_APART, param_groups
+from meshpar._torch.modules import held_part
 from meshpar._torch.pytree import tensor_leaves, tree_map
 from meshpar._torch.recompute import unseen
-from meshpar._torch.weight_writes import WeightWrites
 
 
 @final
@@ -52,9 +54,8 @@ class UnitRun:
 class UnitBackwards:
     """Let ranks reduce the gradients of units alike: what other ranks may have used counts as zero."""
 
-    def __init__(self, units: Sequence[FSDPModule], writes: WeightWrites) -> None:
-        self._units, self._writes = units, writes
-        self._groups = [group for unit in units for group in param_groups(unit)]
+    def __init__(self, units: Sequence[FSDPModule], groups: Sequence[Any], writes: WeightWrites) -> None:
+        self._units, self._groups, self._writes = units, groups, writes
         self._zeroed: list[nn.Parameter] = []
         self._used: set[int] = set()
         self._trained_when_run: dict[int, str] = {}
@@ -228,3 +229,101 @@ def _return(module: nn.Module, args: object, kwargs: object, output: Any) -> Any
         return _Apart.apply(value) if view else value
 
     return tree_map(separate, output)
+
+
+Version = tuple[int, int, int]
+"""Numbers that change when somebody writes a tensor, or gives it other memory."""
+
+
+@final
+class WeightWrites:
+    """The writes into the weights of units, whose parameters ``groups`` have."""
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self._groups = groups
+        self._gathered: dict[int, Version] = {}
+        self._shards: list[tuple[Any, Any, Version]] = []
+        self._lost: str | None = None
+
+    def keep_shards(self) -> None:
+        """Remember the shards that are gathered now, for :meth:`shards_agree` and :meth:`written_shard`."""
+        gathered = (parameter for group in self._groups if group.is_unsharded for parameter in group.fsdp_params)
+        shards = ((parameter, parameter.sharded_param) for parameter in gathered)
+        self._shards = [(parameter, shard, _version(shard)) for parameter, shard in shards]
+
+    def shards_agree(self) -> Tensor | None:
+        """Return whether the kept shards are bit by bit what is gathered; None where one was written or let go."""
+        gathered = {id(parameter) for group in self._groups if group.is_unsharded for parameter in group.fsdp_params}
+        if self.written_shard() is not None or any(id(parameter) not in gathered for parameter, _, _ in self._shards):
+            return None
+        return torch.stack([_agrees(parameter) for parameter, _, _ in self._shards]).all() if self._shards else None
+
+    def written_shard(self) -> str | None:
+        """Return the name of a kept shard that was written or replaced."""
+        for parameter, was, then in self._shards:
+            if parameter.sharded_param is not was or _version(was) != then:
+                return _name(parameter)
+        return None
+
+    def keep_gathered(self, unit: nn.Module) -> None:
+        """Remember the state of a unit's weights, which are gathered now, for :meth:`written_in_forward`."""
+        for group in param_groups(unit):
+            for parameter in group.fsdp_params:
+                self._gathered[id(parameter)] = _version(parameter._unsharded_param)
+
+    def written_in_forward(self, unit: nn.Module, *, look: bool) -> str | None:
+        """Return the name of a gathered weight written since :meth:`keep_gathered`; ``look``: by its bits, too."""
+        for group in param_groups(unit):
+            for parameter in group.fsdp_params:
+                gathered, registered = parameter._unsharded_param, registered_tensor(parameter)
+                # A tensor that is no parameter stands there for a while: what adapters compute from it.
+                replaced = isinstance(registered, nn.Parameter) and registered is not gathered
+                if (
+                    (replaced and registered is not parameter.sharded_param)
+                    or self._gathered.get(id(parameter)) not in (None, _version(gathered))
+                    or (look and group.is_unsharded and has_values(held_part(gathered)) and not _agrees(parameter))
+                ):
+                    return _name(parameter)
+        return None
+
+    def look(self, group: Any) -> None:
+        """Look for a gathered weight of a unit that somebody wrote, at the end of the unit's backward."""
+        for parameter in group.fsdp_params if group.is_unsharded else ():
+            if self._gathered.get(id(parameter)) not in (None, _version(parameter._unsharded_param)):
+                self._lost = _name(parameter)
+
+    def take_lost(self) -> str | None:
+        """Return the name of a gathered weight that somebody wrote in the backward that ends."""
+        lost, self._lost = self._lost, None
+        return lost
+
+
+def registered_tensor(parameter: Any) -> Tensor | None:
+    """Return what a module has in the place of a unit's parameter."""
+    info = parameter._module_info
+    registered: Tensor | None = info.module._parameters.get(info.param_name)
+    return registered
+
+
+def _name(parameter: Any) -> str:
+    name: str = parameter._param_fqn or parameter._module_info.param_name
+    return name
+
+
+def _version(gathered: Tensor) -> Version:
+    local = held_part(gathered)
+    return gathered._version, local._version, local.untyped_storage()._cdata
+
+
+@torch.no_grad()
+def _agrees(parameter: Any) -> Tensor:
+    """Return whether this rank's part of a gathered weight is the shard that was gathered, a bool of no dimensions."""
+    whole = held_part(parameter._unsharded_param)
+    if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):  # gathered in another form, such as float8
+        return torch.ones((), dtype=torch.bool, device=whole.device)
+    shard, dim = parameter._sharded_local_tensor, parameter.fsdp_placement.dim
+    ranks, rank = getattr(parameter.mesh_info, "shard_mesh_size", 1), getattr(parameter.mesh_info, "shard_mesh_rank", 0)
+    begin = rank * -(-whole.shape[dim] // ranks)
+    own_part = whole.narrow(dim, min(begin, whole.shape[dim]), shard.shape[dim]).contiguous()
+    shard = shard.to(own_part.device, own_part.dtype).contiguous()
+    return (own_part.view(torch.uint8) == shard.view(torch.uint8)).all()

@@ -17,8 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from meshpar._torch.fsdp import ACCUMULATES_APART, is_shard, param_groups
 from meshpar._torch.modules import held_part, memory_of
-from meshpar._torch.unit_backwards import UnitBackwards, trained_digits
-from meshpar._torch.weight_writes import WeightWrites, registered_tensor
+from meshpar._torch.unit_backwards import UnitBackwards, WeightWrites, registered_tensor, trained_digits
 
 
 @final
@@ -29,7 +28,7 @@ class Units:
         self.modules = [child for child in module.modules() if isinstance(child, FSDPModule)]
         self._groups = [group for child in self.modules for group in param_groups(child)]
         self.writes = WeightWrites(self._groups)
-        self.backwards = UnitBackwards(self.modules, self.writes)
+        self.backwards = UnitBackwards(self.modules, self._groups, self.writes)
 
     def in_backward(self) -> bool:
         """Return whether a backward has come into a unit and has not ended, as far as FSDP2 knows."""

@@ -1,16 +1,21 @@
-"""Resolved: all that follows from a plan, a model and a number of ranks, computed once."""
+"""Resolved: all that follows from a plan, a model and a number of ranks, computed once; and the run of its passes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar._torch.fsdp import parts_only
+from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Pass, Role, Stage, axes_of, find_blocks, held_mesh, seen_mesh
+from meshpar.core.passes import Facts, Installed, Pass, Role, Stage, axes_of, find_blocks, held_mesh, seen_mesh
 from meshpar.core.patterns import tied_names
 
 
@@ -94,3 +99,44 @@ def resolve(passes: Sequence[Pass], spec: MeshSpec, module: nn.Module, layout: M
         roles={role: axes_of(passes, spec, role) for role in Role},
         averaged=axes_of(passes, held, Role.SAMPLES),
     )
+
+
+def run_passes(
+    module: nn.Module,
+    resolved: Resolved,
+    meshes: Mapping[MeshSpec, DeviceMesh],
+    device: torch.device,
+    facts: Facts,
+    prepare: Callable[[], None] | None = None,
+) -> tuple[list[Installed], list[Tensor]]:
+    """Run the passes; return what each installed, and replaced parameters that somebody still holds. Collective."""
+    built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    if prepare is not None:
+        prepare()
+    before = [weakref.ref(parameter) for parameter in module.parameters()]
+    names, ties = _names(module)
+    every = list[Installed]()
+    for pass_, seen in zip(resolved.passes, resolved.seen, strict=True):
+        with parts_only():
+            installed = pass_.install(module, resolved.layout, meshes[seen], facts) or Installed()
+        every.append(installed)
+        facts.add(installed.facts)
+        names_now, ties_now = _names(module)
+        if Role.LAYERS in pass_.roles.values():  # other ranks have the others
+            here = set(names_now)
+            names, ties = [name for name in names if name in here], ties_now
+        if names_now != names:
+            changed = sorted(set(names_now) ^ set(names))[:6]
+            raise MeshparError(f"{pass_.name} changed the names of parameters, which a pass must keep: {changed}")
+        if ties_now != ties:
+            raise MeshparError(f"{pass_.name} untied tied parameters: expected {ties}, got {ties_now}")
+    elsewhere = any(tensor.device != device for tensor in (*module.parameters(), *module.buffers()))
+    if elsewhere and not built_on_meta and resolved.data_pass is None:
+        module.to(device)
+    remaining_ids = {id(parameter) for parameter in module.parameters()}
+    return every, [old for reference in before if (old := reference()) is not None and id(old) not in remaining_ids]
+
+
+def _names(module: nn.Module) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the names of a module's parameters, and groups of those that are one tensor."""
+    return [name for name, _ in module.named_parameters()], tied_names(module)

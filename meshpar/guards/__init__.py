@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from meshpar.core.passes import Role
 from meshpar.guards.agreement import Agreement
-from meshpar.guards.backwards import Backwards, Reentrant
-from meshpar.guards.gradients import HookedGradients, UnfinishedSteps
-from meshpar.guards.losses import Losses
+from meshpar.guards.backwards import Backwards, HookedGradients, Reentrant, UnfinishedSteps
+from meshpar.guards.losses import Losses, WholeSequences
 from meshpar.guards.optimizers import Optimizers
-from meshpar.guards.placed_parameters import PlacedParameters
+from meshpar.guards.placed_parameters import PlacedParameters, RecomputedBuffers, WrittenInForward
 from meshpar.guards.stage_numbers import StageNumbers
-from meshpar.guards.whole_sequences import WholeSequences
-from meshpar.guards.written import RecomputedBuffers, WrittenInForward
 from meshpar.step.gradients import LeftGradients
 from meshpar.step.moment import Guard, Guarded
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -20,14 +21,13 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.exchange.ranks import GradientMarks, Largest, Looks, Ranks, same, stages_of
-from meshpar.guards.gradients import check_copies
+from meshpar.guards.backwards import check_copies
 from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.random import draws_random
 from meshpar.state.initialize import state
 from meshpar.step.gradients import UnusedGradients
 from meshpar.step.moment import Guard, Guarded
-from meshpar.step.unit_order import Schedule
 from meshpar.tensors.digests import digest, digest_of
 
 _SAME_BATCH = (
@@ -54,7 +54,7 @@ class Agreement(Guard):
         # before each unit on a CPU, where ranks that exchange more inside of a unit compute the same there.
         self.ordered = bool(stages)
         self.predicts = self._always and bool(self._data_axes) and not stages and _predictable(guarded)
-        self._schedule: Schedule | None = None
+        self._order: UnitOrder | None = None
         self._looks = Looks(always=self._always)
         self._backwards = 0
         self._ranks = Ranks.of(module, stages)
@@ -75,10 +75,10 @@ class Agreement(Guard):
         """Compare arguments where gradients are wanted, and expect the units to come. Collective over ``same``."""
         if torch.is_grad_enabled():
             self._batch((args, kwargs))
-        if self.predicts and self._schedule is None and not runtime.queues(self._guarded.device):
-            self._schedule = Schedule(self._guarded.units.gather)
-        if self._schedule is not None:
-            self._schedule.begin((torch.is_grad_enabled(), self._guarded.module.training))
+        if self.predicts and self._order is None and not runtime.queues(self._guarded.device):
+            self._order = UnitOrder(self._guarded.units.gather)
+        if self._order is not None:
+            self._order.begin((torch.is_grad_enabled(), self._guarded.module.training))
 
     def _batch(self, inputs: object) -> None:
         """Compare a forward's arguments on ranks of ``same_axes``: always on a CPU, on an accelerator at first."""
@@ -106,31 +106,31 @@ class Agreement(Guard):
 
     def after_forward(self, output: object) -> None:
         """End a forward. Collective where this rank has called fewer units than before, which is refused."""
-        if self._schedule is not None and self._schedule.end():
+        if self._order is not None and self._order.end():
             self._ranks.meet("the end of a forward that leaves out blocks")
 
     def after_error(self) -> None:
         """End a forward in which an error was raised: gather what other ranks may wait for."""
-        if self._schedule is not None:
-            self._schedule.fail()
+        if self._order is not None:
+            self._order.fail()
 
     def before_unit(self, name: str, unit: nn.Module) -> None:
         """Check that all ranks call one unit: on a CPU each time, or once a forward if predicted. Collective."""
         if not self._data_axes or in_backward():
             return
-        schedule, numbers, predicted = self._schedule, list[int](), list[nn.Module]()
-        if schedule is not None:
-            predicted = list(schedule.prediction)
+        order, numbers, predicted = self._order, list[int](), list[nn.Module]()
+        if order is not None:
+            predicted = list(order.prediction)
             numbers = [_number_of(predicted, self._guarded.units)] if predicted else [0]
-            if schedule.expects(unit):
+            if order.expects(unit):
                 return
         elif not (self._looks.first(name) if self.ordered else self._looks.now(name, self._guarded.device)):
             return
         place = f"the forward of {name}" if name else "a forward of the module"
         trained = zlib.crc32(self._guarded.units.trained(unit).encode())
         alike, *same_prediction = self._ranks.meet(place, [trained, *numbers])
-        if schedule is not None and predicted and all(same_prediction):
-            schedule.follow(predicted)
+        if order is not None and predicted and all(same_prediction):
+            order.follow(predicted)
         if not alike:
             raise MeshparError(
                 f"data ranks train different parameters in {name or 'the outermost block'}: requires_grad differs; "
@@ -301,3 +301,82 @@ def _plain(value: object) -> object:
     if isinstance(value, Tensor):
         return "..." if runtime.queues(value.device) else value.tolist()
     return value
+
+
+Kind = tuple[bool, bool]
+"""Two flags of a forward: it wants gradients; the module trains."""
+
+
+@final
+@dataclass(slots=True)
+class _Habit:
+    """The units of the last forwards of one kind, how many called them, and how many must before they are predicted."""
+
+    order: tuple[nn.Module, ...] = ()
+    times: int = 0
+    needed: int = 2
+
+
+@final
+class UnitOrder:
+    """The order in which forwards of one module call its units; ``gather`` gathers and frees one, as a forward does."""
+
+    def __init__(self, gather: Callable[[nn.Module], None]) -> None:
+        self._gather = gather
+        self._habits: dict[Kind, _Habit] = {}
+        self._habit: _Habit | None = None  # of the forward that runs
+        self._called: list[nn.Module] = []
+        self._expected: Sequence[nn.Module] | None = None
+
+    def begin(self, kind: Kind) -> None:
+        """Begin a forward of the outermost module."""
+        self._habit, self._expected = self._habits.setdefault(kind, _Habit()), None
+        self._called.clear()
+
+    @property
+    def prediction(self) -> Sequence[nn.Module]:
+        """The units that the forward that begins will call; empty where they are not known, or one has been called."""
+        habit = self._habit
+        return () if habit is None or self._called or habit.times < habit.needed else habit.order
+
+    def follow(self, order: Sequence[nn.Module]) -> None:
+        """Expect these units, as all ranks do; the forward that runs has called none yet."""
+        self._expected = order
+
+    def expects(self, unit: nn.Module) -> bool:
+        """Return whether all ranks call this unit now, as predicted; else gather the predicted rest, collectively."""
+        if self._habit is None:  # a unit is called from outside of the module
+            return False
+        number = len(self._called)
+        self._called.append(unit)
+        if self._expected is None:
+            return False
+        if number < len(self._expected) and self._expected[number] is unit:
+            return True
+        self._leave(number)
+        return False
+
+    def end(self) -> bool:
+        """End a forward; return whether ranks must meet, because it called too few units. Collective where it did."""
+        habit, self._habit = self._habit, None
+        assert habit is not None, "a forward ends that has begun"
+        short = self._expected is not None and len(self._called) < len(self._expected)
+        if short:
+            self._leave(len(self._called), habit)
+        order, self._expected = tuple(self._called), None
+        habit.order, habit.times = order, habit.times + 1 if order == habit.order else 1
+        return short
+
+    def fail(self) -> None:
+        """End a forward in which an error was raised, here or on all ranks. Collective where units were predicted."""
+        habit, self._habit = self._habit, None
+        if habit is not None and self._expected is not None and len(self._called) < len(self._expected):
+            self._leave(len(self._called), habit)
+        self._expected = None
+
+    def _leave(self, place: int, habit: _Habit | None = None) -> None:
+        habit, expected, self._expected = habit or self._habit, self._expected, None
+        assert habit is not None and expected is not None, "only a predicted order can be left"
+        habit.times, habit.needed = 0, 2 * habit.needed
+        for unit in expected[place:]:
+            self._gather(unit)

@@ -1,13 +1,19 @@
-"""Make the run of a module on which the passes ran: its mechanisms, its guards in their order, what explains errors."""
+"""Make the run of a module on which the passes ran: its mechanisms, its guards in their order, what explains errors,
+and the tests of what passes divide, in its first forwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshpar._torch.calls import eager
 from meshpar.core import registry, runtime
 from meshpar.core.passes import Installed, Role, find_blocks
 from meshpar.exchange.ranks import Ranks, stages_of
@@ -20,7 +26,10 @@ from meshpar.state.full import OptimizerStates, refuse_copies
 from meshpar.step.gradients import GradientHooks, LeftGradients, UnusedGradients
 from meshpar.step.moment import Guarded, Moment, guards_of
 from meshpar.step.run import Run, inside_a_call
-from meshpar.trials.first_runs import FirstRuns
+from meshpar.trials.engine import report
+from meshpar.trials.experts import watch_experts
+from meshpar.trials.positions import MixingTest, mixing_test
+from meshpar.trials.split import SplitTest, split_test
 
 
 def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, verify: bool) -> Run:
@@ -33,15 +42,21 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
     moments: list[Moment] = [left_gradients, *(moment for of_pass in installed for moment in of_pass.moments)]
     moments += [GradientHooks(guarded.units)] if guarded.units.modules else []
     moments += [OptimizerStates(of_some_layers=bool(resolved.divided(Role.LAYERS)))]
+    trials = explanation = None
     if guarded.guards == "off":
         compares = resolved.reduced and dist.get_world_size() > 1
         moments.append(UnusedGradients(module, Ranks.of(module, stages_of(resolved)) if compares else None))
-        run = Run(guarded, _standing_in(moments))
     else:
         first, last = own_guards(guarded)
         trials = runtime.standing_in(FirstRuns(guarded)) if verify else None
         moments += [*first, *guards_of(guarded), *last, *([] if trials is None else [trials])]
-        run = Run(guarded, _standing_in(moments), explanation=_explanation(guarded, title), first_runs=trials)
+        data_pass, splits = resolved.data_pass, resolved.divided(Role.FEATURES)
+        unit_pass, features = None if data_pass is None else data_pass.name, facts.find(Context) if splits else None
+        explanation = Explanation(module, title, features=features, unit_pass=unit_pass)
+    standing = (runtime.standing_in(moment) for moment in moments)
+    present = tuple(moment for moment in standing if moment is not None)
+    run = Run(guarded, present, explanation=explanation, first_runs=trials)
+    if guarded.guards != "off":
         one_process(run, inside_a_call)
         _check_calls(run)
     refuse_copies(module, patch=guarded.guards != "off")
@@ -49,18 +64,6 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
         for put_around in of_pass.outermost:
             put_around()
     return run
-
-
-def _explanation(guarded: Guarded, title: str) -> Explanation:
-    unit_pass = guarded.resolved.data_pass
-    features = guarded.facts.find(Context) if guarded.resolved.divided(Role.FEATURES) else None
-    name = None if unit_pass is None else unit_pass.name
-    return Explanation(guarded.module, title, features=features, unit_pass=name)
-
-
-def _standing_in(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    standing = (runtime.standing_in(moment) for moment in moments)
-    return tuple(moment for moment in standing if moment is not None)
 
 
 def _check_calls(run: Run) -> None:
@@ -92,3 +95,52 @@ def _parts(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]
             yield from _parts(child, full)
         elif any(True for _ in child.parameters()):
             yield full, child
+
+
+@final
+class FirstRuns(Moment):
+    """The tests that wait for the first forwards of one module: of split blocks, and of other batches."""
+
+    def __init__(self, guarded: Guarded) -> None:
+        module, resolved, self._units = guarded.module, guarded.resolved, guarded.units
+        self.split: SplitTest | None = split_test(module, resolved.blocks, guarded.device, guarded.facts)
+        self.mixing: MixingTest | None = None
+        if not resolved.divided(Role.LAYERS):  # it runs the model on other batches, which a stage cannot do alone
+            self.mixing = mixing_test(module, resolved.blocks)
+        watch_experts(module, resolved.layout, guarded.facts)
+        self._eager = ExitStack()
+
+    @property
+    def wait(self) -> bool:
+        """A test waits for the next forward."""
+        return self.split is not None or self.mixing is not None
+
+    @property
+    def leaves_inference_mode(self) -> bool:
+        """The next forward runs on other batches, too, whose tensors must be plain ones."""
+        return self.mixing is not None
+
+    @eager
+    def run(self, forward: Callable[..., Any], inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return ``forward(inner, args, kwargs)``, and run the tests that wait for it."""
+        if self.mixing is not None:
+            self.mixing.run(inner, args, kwargs)
+            self.mixing = None
+        if not torch.is_grad_enabled() or self.split is None:
+            return forward(inner, args, kwargs)
+        test, self.split = self.split, None
+        self._eager.enter_context(test.eagerly())
+        with test.watch():
+            output = forward(inner, args, kwargs)
+        test.returned(output)
+        self._units.reshard()
+        report(test.run())
+        return output
+
+    def simulated(self) -> None:
+        """Return nothing: simulated ranks try nothing."""
+        return
+
+    def close_backward(self) -> None:
+        """Let what ran eagerly for a test be compiled again."""
+        self._eager.close()

@@ -1,11 +1,13 @@
 """Compare the losses from which ranks that share samples and positions start a backward: what leaves a split module
-otherwise than by its output differs between them.
+otherwise than by its output differs between them. Refuse what a model computes of a whole sequence of which ranks see
+different positions.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar.core import runtime
-from meshpar.core.errors import ParallelError
+from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.exchange.ranks import Largest, Looks
 from meshpar.step.moment import Guard, Guarded
+from meshpar.tensors.digests import leaves
 
 _ROUNDINGS, _QUEUED_ROUNDINGS = 64, 1024
 """How far losses may differ, in units of their dtype's rounding: an accelerator adds in another order each time."""
@@ -85,3 +88,31 @@ class SentLosses(Guard):
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
         for group in self._groups if self._groups and reaches() else ():
             Largest(torch.empty(2, dtype=torch.float64, device=self._device), group).read()
+
+
+@final
+class WholeSequences(Guard):
+    """Refuse labels that a model would shift, and batches that did not go through ``par.split``."""
+
+    def __init__(self, guarded: Guarded) -> None:
+        self._forward, self._lengths = type(guarded.module).forward, guarded.lengths
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        named = dict(zip(inspect.signature(self._forward).parameters, (None, *args))) | dict(kwargs)
+        if any(named.get(argument) is not None for argument in ("labels", "shift_labels")):
+            raise MeshparError(
+                "the module got labels, but each rank has only a part of the positions: a model that shifts labels "
+                "loses one label at the end of each part, and its mean covers the part alone; compute the sum of the "
+                "loss from the logits and aligned labels, and multiply it by par.token_scale"
+            )
+        ids = (
+            leaf
+            for leaf in leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.ndim == 2 and not leaf.is_floating_point()
+        )
+        length = next((tensor.shape[1] for tensor in ids), None)
+        if self._lengths and length is not None and length not in self._lengths:
+            raise MeshparError(
+                f"the module got {length} positions, and par.split gave parts of {sorted(self._lengths)}: pass every "
+                "batch through par.split, also in evaluation"
+            )

@@ -1,22 +1,25 @@
-"""Refuse optimizers of parameters that the module no longer has, and those that torch cannot run on its parameters."""
+"""Refuse optimizers of parameters that the module no longer has, those that torch cannot run on its parameters, and
+those whose step of one parameter depends on parameters of other stages.
+"""
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import final
+from typing import Any, cast, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshpar._torch.dtensor import flattens
-from meshpar.core.errors import MeshparError
+from meshpar.core.errors import MeshparError, brief
 from meshpar.core.passes import Role
 from meshpar.step.moment import Guard, Guarded
 from meshpar.tensors.placements import unevenly_split
-from meshpar.trials.separable import check_separable
 
 
 @final
@@ -63,3 +66,54 @@ def _refuse_flattening(parameters: Sequence[Tensor]) -> None:
             "meshes, such as divided experts and the rest; use a mesh without ep, or another optimizer, such as "
             "AdamW or SGD"
         )
+
+
+_TRIALS = 3
+
+
+def check_separable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step of a parameter depends on others, tried on small tensors unless it is known."""
+    kind, lbfgs = type(optimizer), isinstance(optimizer, torch.optim.LBFGS)
+    if kind.__module__.startswith(("torch.optim.", "meshpar.optim.")) and not lbfgs:
+        return
+    remedy = "each stage of pp has the parameters of its own layers; use an optimizer such as AdamW"
+    try:
+        together, alone = ((), ()) if lbfgs else (_tried(optimizer, alone=by_itself) for by_itself in (False, True))
+    except Exception as error:
+        raise MeshparError(
+            f"{kind.__name__} cannot be tried on a few numbers ({brief(error)}), which shows whether its step of one "
+            f"parameter depends on others, and {remedy}"
+        ) from error
+    if lbfgs or not all(map(torch.equal, together, alone)):
+        raise MeshparError(
+            f"the step that {kind.__name__} makes of one parameter depends on all others, expected one that each "
+            f"parameter has alone: {remedy}"
+        )
+
+
+def _tried(optimizer: torch.optim.Optimizer, *, alone: bool) -> list[Tensor]:
+    """Return one small tensor of each group after some steps, with a second one in each group or ``alone``."""
+    other: Any = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        if name not in vars(other) and not callable(value):  # schedules wrap methods of the optimizer's own
+            setattr(other, name, copy.copy(value))
+    other.state, other.param_groups = defaultdict(dict), []
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(like: Tensor) -> Tensor:
+        return torch.randn((4,) * like.ndim, generator=draw, dtype=torch.float64).to(
+            "cpu" if like.is_meta else like.device, like.dtype
+        )
+
+    for group in optimizer.param_groups:
+        first = next((parameter for parameter in group["params"] if parameter.requires_grad), None)
+        if first is not None:
+            options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            other.param_groups.append({**options, "params": [nn.Parameter(drawn(first)) for _ in range(2)]})
+    for _ in range(_TRIALS):
+        for group in other.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                grad = drawn(parameter)
+                parameter.grad = None if number and alone else grad
+        cast("Any", type(other)).step(other)
+    return [group["params"][0].detach() for group in other.param_groups]

@@ -16,7 +16,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.patterns import class_name, matches
 from meshpar.losses.token_loss import IGNORE_INDEX, reduction_of, token_loss
 from meshpar.passes.pipeline.stand_ins import StandIn
-from meshpar.step.forwards import Step, in_place_of, installed, own_forward
+from meshpar.step.calls import Step, in_place_of, installed, own_forward
 from meshpar.step.run import layout_of
 
 CHUNK = 1024

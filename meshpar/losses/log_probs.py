@@ -16,7 +16,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.losses.chunked import CHUNK, LARGE_LOGITS, Gradients, run_with
 from meshpar.losses.token_loss import IGNORE_INDEX
-from meshpar.step.forwards import Step
+from meshpar.step.calls import Step
 
 FULL_SPEED = 512
 """Positions of a chunk with which a matrix product runs at a device's full speed: fewer wait for the head's weight."""

@@ -1,4 +1,4 @@
-"""Imports: public names of a package on first use, packages of an extra, named where one is missing, and large ones."""
+"""What a machine may lack, packages of an extra or a home folder; and imports on first use, quiet and quick ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
+from typing import Any, TypeVar
 
-from meshpar.core.errors import MeshparError
+from meshpar.core.errors import MeshparError, RecipeError
 
 
 def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -68,3 +69,16 @@ def quick_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+P = TypeVar("P", bound=Any)  # a path, or a place in a store
+
+
+def expanded(path: P) -> P:
+    """Return a path with the home folder for a leading ``~``; raises RecipeError where the system knows no home."""
+    try:
+        return path.expanduser()  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        raise RecipeError(
+            f"{path}: no home folder is known for {path.parts[0]}; set HOME, or write a path without ~"
+        ) from error

@@ -34,13 +34,13 @@ def without_memory(module: nn.Module) -> set[str]:
     return {name for name, tensor in tensors if tensor.is_meta}
 
 
-def check_weights(tensors: Mapping[str, Tensor], what: str, guards: Sequence[str] = ()) -> None:
-    """Check that all ranks hand in the same tensors, called ``what``, and the same ``guards``. Collective."""
-    weights = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+def check_weights(module: nn.Module, guards: Sequence[str]) -> None:
+    """Check that all ranks hand modules with the same weights to apply, and have the same ``guards``. Collective."""
+    weights = {name: tensor for name, tensor in state(module) if not tensor.is_meta}
     check_equal(
         weights,
         dict.fromkeys(weights, [0] * dist.get_world_size()),
-        what,
+        "the weights handed to apply",
         guards=guards,
         remedy="call torch.manual_seed(0) on every rank before building the module, or build it under "
         'torch.device("meta") and call par.materialize(seed=0)',

@@ -18,7 +18,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.step.backward import Backward
 from meshpar.step.calls import Calls
 from meshpar.step.moment import Guarded, Moment
-from meshpar.tensors.pytrees import leaves
+from meshpar.tensors.digests import leaves
 
 _WRITTEN = (
     "a parameter was written through .data between two forwards of an evaluation, which share their gathered weights; "

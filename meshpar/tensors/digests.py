@@ -1,15 +1,15 @@
-"""Digests of tensors and of nested values: equal bytes have equal digests."""
+"""Digests of tensors and of nested values, and what is nested in these: equal bytes have equal digests."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from meshpar.tensors.pytrees import leaves
 
 FACTOR = 6364136223846793005
 """By which a digest is multiplied before the next is added, in wrapping 64-bit arithmetic."""
@@ -58,3 +58,26 @@ def digest_of(values: object, device: torch.device) -> Tensor:
         elif isinstance(leaf, int | float | str):
             total = total * FACTOR + zlib.crc32(repr(leaf).encode())
     return total
+
+
+def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects`` in their attributes, too."""
+    if id(values) in around:
+        return
+    values_inside: Iterable[Any]
+    if isinstance(values, Tensor | str | nn.Module | type):
+        yield values
+        return
+    if isinstance(values, Mapping):
+        values_inside = values.values()
+    elif isinstance(values, list | tuple):
+        values_inside = values
+    elif is_dataclass(values):
+        values_inside = [getattr(values, field.name) for field in fields(values)]
+    elif objects and hasattr(values, "__dict__"):
+        values_inside = vars(values).values()
+    else:
+        yield values
+        return
+    for part in values_inside:
+        yield from leaves(part, objects=objects, around=(*around, id(values)))

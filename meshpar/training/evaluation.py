@@ -26,9 +26,8 @@ from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.passes import Role
 from meshpar.parallelized import Parallelized
 from meshpar.passes.tensor.random import mix
-from meshpar.process.homes import expanded
-from meshpar.process.imports import need
-from meshpar.step.forwards import evaluating
+from meshpar.process.imports import expanded, need
+from meshpar.step.calls import evaluating
 from meshpar.training.objectives import whole_logits
 
 T = TypeVar("T")

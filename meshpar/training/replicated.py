@@ -21,9 +21,8 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
 from meshpar.parallelized import Parallelized
 from meshpar.state.initialize import state as tensors_of
-from meshpar.tensors.digests import digest_of_several
+from meshpar.tensors.digests import digest_of_several, leaves
 from meshpar.tensors.placements import buckets, local_tensor, summed_in
-from meshpar.tensors.pytrees import leaves
 from meshpar.training.data import Batches
 from meshpar.training.lighthouse import Peers
 from meshpar.training.quorum import Quorum

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from meshpar.core.errors import RecipeError, brief
-from meshpar.process.homes import expanded
-from meshpar.process.imports import need
+from meshpar.process.imports import expanded, need
 from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer
 
 Message = Mapping[str, Any]

@@ -27,8 +27,7 @@ from typing import IO, Any, cast, final
 
 from meshpar.core import runtime
 from meshpar.core.errors import RecipeError
-from meshpar.process.homes import expanded
-from meshpar.process.imports import need
+from meshpar.process.imports import expanded, need
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from meshpar.core.errors import RecipeError, brief
-from meshpar.process.homes import expanded
-from meshpar.process.imports import need
+from meshpar.process.imports import expanded, need
 from meshpar.process.leftovers import write_durably
 
 if TYPE_CHECKING:

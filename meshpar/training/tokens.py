@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from meshpar.core.errors import RecipeError
 from meshpar.process.build_once import build_once
-from meshpar.process.homes import expanded
-from meshpar.process.imports import need
+from meshpar.process.imports import expanded, need
 from meshpar.training.order import held_out
 from meshpar.training.text import TextSource, warn_of
 from meshpar.training.tokenizer import Piece, TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe

@@ -1,6 +1,6 @@
 """The engine of trials: whether what a pass divides computes what the author wrote, before anybody trusts it.
 
-docs/development.md describes the trials, which use this engine, ``copies`` and ``gathered_reads``.
+docs/development.md describes the trials, which use this engine and ``copies``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from meshpar._torch.pytree import tree_leaves, tree_map
 from meshpar._torch.recompute import set_recomputed
 from meshpar.core.errors import ParallelError
 from meshpar.passes.tensor.collectives import gather_values
-from meshpar.step.forwards import installed
-from meshpar.tensors.pytrees import leaves
+from meshpar.step.calls import installed
+from meshpar.tensors.digests import leaves
 from meshpar.trials.copies import copy_block, free, widen
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from meshpar._torch.pytree import tree_map
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
 from meshpar.passes.positions.exchange import Exchange
-from meshpar.step.forwards import installed
-from meshpar.tensors.pytrees import leaves
+from meshpar.step.calls import installed
+from meshpar.tensors.digests import leaves
 from meshpar.trials.copies import CannotCopy, copied_state, copy_block, free
 from meshpar.trials.engine import TOLERANCE, as_evaluated, device_of, is_narrow, measure, on_any_rank
 

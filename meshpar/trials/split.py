@@ -24,11 +24,10 @@ from meshpar.passes.tensor.collectives import gather_values, join_chunks, take_c
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.random import digest as random_state
 from meshpar.passes.tensor.random import is_dropout
-from meshpar.step.forwards import undo_changes
-from meshpar.tensors.digests import digest
+from meshpar.step.calls import undo_changes
+from meshpar.tensors.digests import digest, leaves
 from meshpar.tensors.placements import local_tensor, part_like, whole_tensor
-from meshpar.tensors.pytrees import leaves
-from meshpar.trials.copies import CannotCopy, undisturbed, widen
+from meshpar.trials.copies import CannotCopy, Cut, WholeReads, undisturbed, widen
 from meshpar.trials.engine import (
     TOLERANCE,
     BlockRun,
@@ -40,7 +39,6 @@ from meshpar.trials.engine import (
     on_any_rank,
     trained,
 )
-from meshpar.trials.gathered_reads import Cut, WholeReads
 
 INPUTS = 1 << 26
 """Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have 2x,

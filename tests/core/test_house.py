@@ -23,7 +23,7 @@ FLOORS = [
     {"core.layout"},
     {"core.passes"},
     {"core.resolved", "core.registry"},
-    {"core.applying", "core.checks"},
+    {"core.checks"},
     {"tensors"},
     {"exchange"},
     {"step"},
@@ -356,8 +356,8 @@ def test_home_folders_are_looked_up_in_one_place():
         for path, _ in sources()
         if re.search(r"expanduser\(\)|Path\.home|getuser", path.read_text())
     }
-    assert users == {"meshpar/process/homes.py"}, (
-        "a container may run as a user without a home folder: meshpar.process.homes.expanded"
+    assert users == {"meshpar/process/imports.py"}, (
+        "a container may run as a user without a home folder: meshpar.process.imports.expanded"
     )
 
 
@@ -439,10 +439,7 @@ FACTS = {
         lambda value: isinstance(value, str) and value.startswith("step-"),
     ),
     "the prefix of a model's tensors": ("checkpoints/format/manifest.py", lambda value: value == "model."),
-    "the peak speed of an accelerator": (
-        "meshpar/process/accelerators.py",
-        lambda value: value in (312e12, 989e12, 2250e12),
-    ),
+    "the peak speed of an accelerator": ("meshpar/core/runtime.py", lambda value: value in (312e12, 989e12, 2250e12)),
     "the mesh that the nodes decide": (
         "meshpar/core/mesh.py",
         lambda value: isinstance(value, str) and value.startswith("auto("),

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 import meshpar.passes.tensor.styles
 from meshpar import ActivationCheckpoint, FullyShard, Guard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
 from meshpar.passes.positions.attention import Mask, documents
-from meshpar.tensors.pytrees import leaves
+from meshpar.tensors.digests import leaves
 from meshpar.testing import assert_parity, on_ranks, token_steps, whole
-from meshpar.trials import gathered_reads
+from meshpar.trials import copies
 from meshpar.trials.split import _Inputs, split_test
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily
@@ -541,15 +541,15 @@ class Mixed(nn.Module):
 @on_ranks(2)
 def test_one_parameter_is_whole_at_a_time():
     layout = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor.styles, "embed": None, "head": None})
-    alive, most, join = [], [], gathered_reads.WholeReads.join
+    alive, most, join = [], [], copies.WholeReads.join
 
     def counted(self, part):
         whole = join(self, part)
-        alive.append(gathered_reads.StorageWeakRef(whole.untyped_storage()))
+        alive.append(copies.StorageWeakRef(whole.untyped_storage()))
         most.append(sum(not memory.expired() for memory in alive))
         return whole
 
-    with mock.patch.object(gathered_reads.WholeReads, "join", counted):
+    with mock.patch.object(copies.WholeReads, "join", counted):
         sizes = Plan("tp=2", [TensorParallel()]).apply(Model(), layout).verify(IDS).modules
     assert max(sizes.values()) < 1e-5 and len(alive) == 5, (sizes, len(alive))
     assert max(most) <= 2  # with a bias

@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from meshpar._torch.calls import assert_async
 from meshpar._torch.groups import collective_ops as ops
 from meshpar._torch.modules import BatchNorm
-from meshpar.step.forwards import installed, own_forward, set_forward
+from meshpar.step.calls import installed, own_forward, set_forward
 
 RECOMPUTED: ContextVar[bool] = ContextVar("RECOMPUTED", default=False)
 """True where a pass computes once more what was computed, and counted, before."""

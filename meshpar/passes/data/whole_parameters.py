@@ -26,7 +26,7 @@ from meshpar.core.mesh import sizes_text
 from meshpar.core.patterns import class_name, covers, is_called
 from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context
-from meshpar.step.forwards import Product, installed, own_forward, record, set_forward
+from meshpar.step.calls import Product, installed, own_forward, record, set_forward
 from meshpar.step.moment import Moment
 from meshpar.tensors.placements import local_tensor
 

@@ -17,7 +17,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, matches
 from meshpar.passes.experts.routing import INTERFACE, Inner, Routing, by_experts
 from meshpar.passes.tensor.parts import with_own
-from meshpar.step.forwards import own_forward
+from meshpar.step.calls import own_forward
 
 IN_ORDER = "(rows (R, D) in the order of experts) or (such rows, the number of each expert's)"
 

@@ -23,7 +23,7 @@ from meshpar.passes.data.whole_parameters import part_of
 from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, calling, counted_by
 from meshpar.passes.experts.routing import INTERFACE, DividedModules, Routing, average_gradient, refuse_shapes
 from meshpar.passes.tensor.parts import local_parameters, with_own
-from meshpar.step.forwards import set_forward
+from meshpar.step.calls import set_forward
 
 
 @final

@@ -21,7 +21,7 @@ from meshpar.passes.tensor.context import Arrivals, Context, Style
 from meshpar.passes.tensor.parts import CopiedHeads, Parts
 from meshpar.passes.tensor.random import SplitState, draws_random
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
-from meshpar.step.forwards import installed, set_attribute
+from meshpar.step.calls import installed, set_attribute
 
 _WHOLE_SHARE = 0.25
 

@@ -31,7 +31,7 @@ from meshpar.passes.data.whole_parameters import (
 from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, regroup, split_replicated
 from meshpar.passes.tensor.context import Context, Style
 from meshpar.passes.tensor.parts import FeatureTable
-from meshpar.step.forwards import record, set_forward
+from meshpar.step.calls import record, set_forward
 
 
 @final
