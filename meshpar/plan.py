@@ -88,11 +88,7 @@ class Plan:
         return f"{str(self.mesh) or 'one process'} [{arrows(self.passes)}]"
 
     def resolve(self, world_size: int) -> MeshSpec:
-        """Return the mesh with all sizes, for ``world_size`` ranks and the launcher's number of ranks per node.
-
-        Raises:
-            MeshError: the sizes do not fit ``world_size``.
-        """
+        """Return the mesh with all sizes, for ``world_size`` ranks; raises MeshError where these do not fit."""
         per_node = self.mesh.ranks_per_node if isinstance(self.mesh, MeshSpec) else None
         per_node = per_node or runtime.ranks_per_node()
         if isinstance(self.mesh, MeshSpec):
@@ -135,9 +131,7 @@ class Plan:
         return resolve(self.passes, spec, module, layout)
 
     def machine_problems(self, device_type: str) -> list[str]:
-        """Return what this machine lacks to run a rank of the plan on a device of this type. :meth:`check` ignores
-        the machine.
-        """
+        """Return what this machine, which :meth:`check` ignores, lacks to run a rank on a device of this type."""
         return [problem for pass_ in self.passes for problem in pass_.machine_problems(device_type)]
 
     def apply(
@@ -241,8 +235,7 @@ class Plan:
     ) -> Description:
         """Return what the rank with the most parameters would store, block by block. See :meth:`Parallelized.describe`.
 
-        Applies the passes to ``module`` in this one process. The module must be on the meta device and cannot be used
-        afterwards.
+        Applies the passes in this one process to ``module``, which is on the meta device and cannot be used afterwards.
 
         Args:
             module: the model.

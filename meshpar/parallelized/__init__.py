@@ -29,7 +29,7 @@ class Parallelized(TrainingSteps, ModuleWeights):
     """Train a module on a mesh. :meth:`meshpar.Plan.apply` returns this object.
 
     Attributes:
-        module: the module that was passed to ``apply``. Its parameter names and ``state_dict`` keys are unchanged.
+        module: the module that was passed to ``apply``, with the same parameter names and ``state_dict`` keys.
         mesh: the DeviceMesh with the plan's axes.
         spec: the resolved mesh as data.
         plan: the plan.
@@ -41,17 +41,16 @@ class Parallelized(TrainingSteps, ModuleWeights):
     """
 
     def verify(self, batch: object) -> Verification:
-        """Compare one split block of each kind with the unsplit block on a batch. The first forward runs this test
-        automatically.
+        """Compare one split block of each kind with the unsplit block on a batch, as the first forward does by itself.
 
-        A block runs twice on the same input, in float32 or wider: as its author wrote it, with whole weights, and
-        split. Outputs and gradients are compared. At most one block is gathered at a time. The module does not change.
+        A block runs twice on the same input, in float32 or wider: as its author wrote it, with whole weights, at most
+        one block's at a time, and split. The module does not change.
 
         Args:
             batch: keyword arguments of the forward as a mapping, its arguments as a list or tuple, or its one argument.
 
         Returns:
-            The modules that were compared, with the largest difference of each. Empty if no features are split.
+            The modules that were compared, with the largest difference of each; empty if no features are split.
 
         Raises:
             ParallelError: names the modules that differ, the size of the difference and the style to check.
@@ -95,13 +94,13 @@ class Parallelized(TrainingSteps, ModuleWeights):
 
         Values are those of one process, on every mesh, and no rank holds all logits. Where positions are split, pass a
         part of :meth:`split`: values are of these positions. Where layers are divided, call it in the ``loss`` of
-        :meth:`backward`; a call under ``torch.no_grad()`` gives all stages the values. See
-        :func:`meshpar.losses.log_probs.token_log_probs`, whose other arguments are the ``options``.
+        :meth:`backward`; a call under ``torch.no_grad()`` gives all stages the values.
 
         Args:
             batch: the keyword arguments of the module, and ``labels`` (B, L): the token that each position predicts,
                 -100 where none counts.
             temperature: logits are divided by it.
+            options: other arguments of :func:`meshpar.losses.log_probs.token_log_probs`.
 
         Returns:
             ``log_probs`` and ``entropy``, (B, L) in float32.

@@ -52,15 +52,12 @@ class ModuleOnMesh:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's batch, from 0 to ``data_size`` - 1. Ranks that differ only on other axes get the same
-        batch.
-        """
+        """Index of this rank's batch, below ``data_size``; ranks that differ on other axes alone get the same batch."""
         return self._index(self.data_axes)
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks with different samples, in the order of ``data_rank``: those that differ from this one on
-        ``data_axes`` alone, and share its place on every other axis (``cp``, ``tp``, ``pp``).
+        """The ranks with different samples, in the order of ``data_rank``, that share this one's place on other axes.
 
         Exchange values of your own there (``dist.all_gather(parts, features, group=par.data_group)``): the ranks of the
         world also have copies of a sample. Collective where it is read first: every rank reads it.
@@ -77,16 +74,12 @@ class ModuleOnMesh:
 
     @property
     def loss_size(self) -> int:
-        """Number of different losses that the ranks have at a time: of different samples, or of different positions of
-        the same samples.
-
-        Gradients are averaged over these ranks, and :meth:`data_sum` sums over them.
-        """
+        """Number of different losses, over which gradients are averaged and :meth:`data_sum` sums."""
         return math.prod(self.resolved.held.axes[axis] for axis in self.resolved.averaged)
 
     @property
     def loss_rank(self) -> int:
-        """Index of this rank's loss, from 0 to ``loss_size`` - 1."""
+        """Index of this rank's loss, below ``loss_size``."""
         held_axes = self.resolved.held.axes
         return self._index(axis for axis in self.spec.axes if axis in self.data_axes or axis not in held_axes)
 
@@ -98,34 +91,29 @@ class ModuleOnMesh:
         return index
 
     def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
-        """Yield this rank's process groups with their axes. A group over a data axis and over positions has the data
-        axis's name.
-        """
+        """Yield this rank's process groups with their axes; one over data and positions has the data axis's name."""
         for mesh in self.run.meshes.values():
             yield from ((axis, mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ())
         if (shards := self.run.find(ReplicaShards)) is not None:
             yield from shards.groups
 
     def reshard(self) -> None:
-        """Free gathered parameters, so that the module's parameters are this rank's shards. The next forward gathers
-        again.
-        """
+        """Free gathered parameters: the module's are then this rank's shards, until the next forward gathers."""
         self.run.reshard()
 
     def split(self, batch: Values, dim: int = 1) -> Values:
         """Return this rank's positions of a batch, where a pass splits positions; else the batch itself.
 
-        Every tensor with a ``dim`` is split along it, in mappings, lists and tuples, too. A mapping for a model that
-        takes ``position_ids`` gets those of this rank's positions. Split labels that are aligned with the positions,
-        and compute the loss from the logits: a model that shifts labels itself would lose one at the end of each part.
+        Every tensor with a ``dim`` is split along it, in mappings, lists and tuples, too. A model that takes
+        ``position_ids`` gets those of this rank's positions. Split labels that are aligned with the positions, and
+        compute the loss from the logits: a model that shifts labels itself would lose one at the end of each part.
 
         Args:
             batch: the whole batch of this data rank, the same on every rank that shares it.
             dim: the dimension of positions: 1 for (B, L) tensors.
 
         Raises:
-            MeshparError: tensors of different lengths, a length that the ranks do not divide, or ranks with different
-                batches.
+            MeshparError: the batch differs between ranks, its tensors in length, or the ranks do not divide the length.
 
         Collective in the first calls: every rank calls it.
         """
@@ -152,12 +140,11 @@ class ModuleOnMesh:
         return cast("Values", part)
 
     def manual_seed(self, seed: int) -> None:
-        """Seed this rank's random state for training. Ranks with different samples or positions get different states,
-        others the same.
+        """Seed this rank's random state for training: others where samples or positions differ, else the same.
 
         Stages of ``pp`` draw alike in ``loss``, and each its own numbers in the forward. Inside split layers each rank
-        derives a state of its own from the shared state, so that dropout differs between shards. Under sequence
-        parallelism the ranks compute different positions everywhere and get different states.
+        derives a state of its own, so that dropout differs between shards; under sequence parallelism it has one
+        everywhere.
         """
         differing = [axis for pass_ in self.plan.passes if pass_.splits_sequence for axis in pass_.axes]
         differing += [axis for _, axis in self._splitters]
@@ -166,8 +153,8 @@ class ModuleOnMesh:
     def token_scale(self, tokens: int | Tensor) -> Tensor:
         """Return the factor from this rank's summed loss to the mean over all tokens of all ranks.
 
-        ``(loss_sum * par.token_scale(tokens)).backward()`` gives the gradient of the global token mean. The factor is
-        ``loss_size`` divided by the number of tokens of all ranks, because gradients are averaged over these ranks.
+        ``(loss_sum * par.token_scale(tokens)).backward()`` gives the gradient of that mean: the factor is
+        ``loss_size``, over which gradients are averaged, divided by the number of tokens of all ranks.
 
         Args:
             tokens: number of tokens that count on this rank, over all micro-batches of the step.
@@ -180,11 +167,7 @@ class ModuleOnMesh:
         return self.begin_token_scale(tokens)()
 
     def begin_token_scale(self, tokens: int | Tensor) -> Callable[[], Tensor]:
-        """Start :meth:`token_scale` and return a function that waits for the result, so that other work can overlap the
-        exchange.
-
-        Collective: every rank calls it, and the returned function.
-        """
+        """Start :meth:`token_scale`, and return what waits for it. Collective: every rank calls both."""
         self.run.agree("par.token_scale")
         count = torch.zeros((), device=self.device) + tokens
         first, *others = self.resolved.averaged or (None,)

@@ -30,8 +30,7 @@ class TrainingSteps(ModuleOnMesh):
     """A module that trains and evaluates micro-batches."""
 
     def accumulate(self, micro_batches: Iterable[Micro], *, reduce_each: bool = False) -> Iterator[Micro]:
-        """Yield the micro-batches of one optimizer step. Gradients are reduced once, in the backward of the last
-        micro-batch.
+        """Yield the micro-batches of one optimizer step; the backward of the last one reduces the gradients of all.
 
         ``for micro in par.accumulate(batches): (loss(micro) / len(batches)).backward()``
 
@@ -100,8 +99,7 @@ class TrainingSteps(ModuleOnMesh):
         """Run the forwards and backwards of one optimizer step, on any mesh, and return the sum of the losses.
 
         ``total = par.backward(micro_batches, lambda module, batch: loss_sum(module, batch) * scale)`` is the loop over
-        :meth:`accumulate`. Where a pass divides layers, it is the one way to train: a stage's part of ``loss`` ends
-        where its last block has run.
+        :meth:`accumulate`, and the one way to train where a pass divides layers.
 
         Args:
             micro_batches: any iterable; every rank passes the same number, and ranks that share samples the same.
@@ -110,8 +108,7 @@ class TrainingSteps(ModuleOnMesh):
             reduce_each: see :meth:`accumulate`.
 
         Returns:
-            The sum of this rank's losses over the micro-batches, a scalar; the same on the ranks that share samples.
-            Where ``loss`` returns values, too: ``(sum, sums of the values by name)``.
+            The sum of this rank's losses, a scalar, the same on ranks that share samples; or ``(sum, sums of values)``.
 
         Collective: every rank calls it.
         """
@@ -170,10 +167,7 @@ class TrainingSteps(ModuleOnMesh):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their joint norm is at most ``max_norm``.
-
-        Each rank computes the norm of its shards, and one small all-reduce for each axis joins the norms. A replicated
-        gradient counts once. The host does not wait for the device.
+        """Scale all gradients so that their joint norm is at most ``max_norm``; the host does not wait for the device.
 
         Args:
             max_norm: largest norm. ``inf`` measures the norm and scales nothing.
@@ -186,7 +180,7 @@ class TrainingSteps(ModuleOnMesh):
         Raises:
             MeshparError: the gradients of a step are not reduced yet.
 
-        Collective: every rank calls it.
+        Collective: every rank calls it, for one small all-reduce for each axis.
         """
         return self.clip_grad_norms_(max_norm, norm_type=norm_type)[""]
 
@@ -200,14 +194,16 @@ class TrainingSteps(ModuleOnMesh):
         {'': tensor(2.1), 'embed': tensor(0.4), 'layers.0': tensor(1.3), 'layers.1': tensor(1.6)}
 
         Args:
-            max_norm: as for :meth:`clip_grad_norm_`, as is ``norm_type``; also what is raised.
+            max_norm: as for :meth:`clip_grad_norm_`, as is ``norm_type``.
             modules: patterns of modules, or of parameters. A parameter counts for the innermost that one matches.
 
         Returns:
             Name of a module -> its norm before clipping; that of the whole model has the name ``""``.
 
         Raises:
-            MeshparError: also where a pattern matches nothing.
+            MeshparError: a pattern matches nothing, or the gradients of a step are not reduced yet.
+
+        Collective: every rank calls it.
         """
         if not self.run.backward.reducing:
             raise MeshparError(

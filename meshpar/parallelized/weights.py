@@ -91,10 +91,10 @@ class ModuleWeights(ModuleOnMesh):
         Args:
             tensor: a parameter, a gradient or what was computed from them, on any mesh or in one process.
             values: a whole tensor, an array or a number, the same on every rank, that expands to the shape of
-                ``tensor``. Its dtype stays.
+                ``tensor``.
 
         Returns:
-            A tensor of its own: this rank's part as a DTensor, or a plain tensor where ``tensor`` is plain.
+            A tensor of its own, of the dtype of ``values``: this rank's part as a DTensor, or plain as ``tensor`` is.
         """
         return like(tensor, values)
 
@@ -142,17 +142,15 @@ class ModuleWeights(ModuleOnMesh):
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
     def averaged(self, decay: Decay | None = None, **options: Any) -> Averaged:
-        """Return a sharded moving average of the parameters: exponential, Karras' power form, or a plain mean. See
-        :class:`meshpar.state.averaging.Averaged`, whose arguments are the ``options``.
-        """
+        """Return a moving average of the parameters: :class:`meshpar.state.averaging.Averaged` with ``options``."""
         return Averaged(self, decay, **options)
 
     def offloaded(self, optimizer: Optimizer | Collection[Optimizer] = ()) -> AbstractContextManager[None]:
-        """Give the memory of parameters, buffers, gradients, moving averages and the optimizers' state to others for a
-        ``with`` block, such as an engine on the same device; their values are in host memory, page-locked beside an
-        accelerator, and come back bit for bit.
+        """Free the device's memory for a ``with`` block, such as for an engine on the same device.
 
-        Waits for a save in the background, which reads them.
+        Parameters, buffers, gradients, moving averages and the optimizers' state are in host memory meanwhile,
+        page-locked on an accelerator's host, and come back bit for bit. Waits for a save in the background, which reads
+        them.
 
         Raises:
             MeshparError: at the end, where the device has no memory for the values. They stay in host memory: free the
@@ -177,8 +175,7 @@ class ModuleWeights(ModuleOnMesh):
         averaged: Averaged | None = None,
         **options: Any,
     ) -> Any:  # noqa: ANN401 - of a floor above
-        """Return the weights as a stream of whole tensors under their published names, for an inference engine. See
-        :class:`meshpar.checkpoints.Published`, which takes the ``options``, too.
+        """Return a stream of whole tensors by published names: :class:`meshpar.checkpoints.Published` with ``options``.
 
         Collective where a pass divides layers: every rank calls it.
         """
