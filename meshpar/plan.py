@@ -217,10 +217,7 @@ class Plan:
         for pass_ in self.passes:
             for axis in resolved.divided(Role.FEATURES):
                 if pass_.roles.get(axis) == Role.FEATURES:
-                    install, size = partial(_split_copy, pass_, resolved.layout), resolved.spec.axes[axis]
-                    verification = report(
-                        prove(module, install, axis, size, resolved.blocks, batch, plan_text=str(self))
-                    )
+                    verification = report(prove(module, pass_, resolved, axis, batch, plan_text=str(self)))
         return verification
 
     def _size(self, world_size: int | None) -> int:
@@ -275,7 +272,3 @@ def lost_replica_problems(passes: Sequence[Pass], spec: MeshSpec, module: nn.Mod
             f"{name} ({type(child).__name__}) uses statistics of the whole batch, and a replica sees a part of it; use "
             "another norm"
         )
-
-
-def _split_copy(pass_: Pass, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:
-    return pass_.split(module, layout, mesh, group, rank)

@@ -204,7 +204,7 @@ def trained_digits(group: Any) -> str:
     return "".join("01"[parameter.sharded_param.requires_grad] for parameter in group.fsdp_params)
 
 
-class _Apart(torch.autograd.Function):
+class _NoView(torch.autograd.Function):
     """The same values in the same memory, as a tensor that is no view to autograd."""
 
     @staticmethod
@@ -226,7 +226,7 @@ def _return(module: nn.Module, args: object, kwargs: object, output: Any) -> Any
 
     def separate(value: Any) -> Any:
         view = isinstance(value, Tensor) and value._is_view() and value.requires_grad and id(value._base) not in inputs
-        return _Apart.apply(value) if view else value
+        return _NoView.apply(value) if view else value
 
     return tree_map(separate, output)
 

@@ -33,7 +33,9 @@ def problems_of(
     yield from _shape_problems(passes)
     real_passes = [pass_ for pass_ in passes if isinstance(pass_, Pass)]
     if len(real_passes) == len(passes):
-        yield from _order_problems(real_passes)
+        ordered = sorted(real_passes, key=lambda pass_: pass_.stage)
+        if [pass_.stage for pass_ in real_passes] != [pass_.stage for pass_ in ordered]:
+            yield f"passes are out of order ({arrows(real_passes)}); write {arrows(ordered)}"
         if mesh is not None:
             yield from _axis_problems(real_passes, mesh)
     if mesh is not None and layout is not None:
@@ -76,12 +78,6 @@ def _shape_problems(passes: Sequence[object]) -> Iterator[str]:
                 f"{_shown(pass_)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, such "
                 f"as {_example()}"
             )
-
-
-def _order_problems(passes: Sequence[Pass]) -> Iterator[str]:
-    ordered = sorted(passes, key=lambda pass_: pass_.stage)
-    if [pass_.stage for pass_ in passes] != [pass_.stage for pass_ in ordered]:
-        yield f"passes are out of order ({arrows(passes)}); write {arrows(ordered)}"
 
 
 def arrows(passes: Sequence[object]) -> str:

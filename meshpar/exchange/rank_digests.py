@@ -39,7 +39,9 @@ def check_equal(
     table = _gathered(torch.stack([value.to(device) for value in digests]).cpu())
     differing = []
     for column, name in enumerate(tensors):
-        references = _first_with_the_same(groups[name])
+        first: dict[int, int] = {}
+        places = [first.setdefault(number, rank) for rank, number in enumerate(groups[name])]
+        references = torch.tensor(places, device="cpu")
         odd = (table[:, column] != table[references, column]).nonzero()[:, 0].tolist()
         against: dict[int, list[int]] = {}
         for rank in odd:
@@ -81,12 +83,6 @@ def _of_all_ranks(
     named = {name: tensors.get(name, torch.empty(0, dtype=dtype)) for name, (dtype, _) in kinds.items()}
     axes: dict[str, Collection[str]] = {name: axes for name, (_, axes) in kinds.items()}
     return named, axes, {name: [name in rank for rank in every] for name in kinds}
-
-
-def _first_with_the_same(numbers: Sequence[int]) -> Tensor:
-    """Return for each place the first with an equal number."""
-    first: dict[int, int] = {}
-    return torch.tensor([first.setdefault(number, index) for index, number in enumerate(numbers)], device="cpu")
 
 
 def _gathered(mine: Tensor) -> Tensor:

@@ -23,12 +23,13 @@ from meshpar.guards.operators import one_process
 from meshpar.passes.pipeline.stand_ins import is_idle
 from meshpar.passes.tensor.context import Context
 from meshpar.state.full import OptimizerStates, refuse_copies
+from meshpar.step.calls import installed
 from meshpar.step.gradients import GradientHooks, LeftGradients, UnusedGradients
 from meshpar.step.moment import Guarded, Moment, guards_of
 from meshpar.step.run import Run, inside_a_call
 from meshpar.trials.engine import report
 from meshpar.trials.experts import watch_experts
-from meshpar.trials.positions import MixingTest, mixing_test
+from meshpar.trials.positions import MixingTest
 from meshpar.trials.split import SplitTest, split_test
 
 
@@ -105,8 +106,10 @@ class FirstRuns(Moment):
         module, resolved, self._units = guarded.module, guarded.resolved, guarded.units
         self.split: SplitTest | None = split_test(module, resolved.blocks, guarded.device, guarded.facts)
         self.mixing: MixingTest | None = None
-        if not resolved.divided(Role.LAYERS):  # it runs the model on other batches, which a stage cannot do alone
-            self.mixing = mixing_test(module, resolved.blocks)
+        changes = installed(module)
+        # it runs the model on other batches, which a stage cannot do alone
+        if changes is not None and changes.exchange is not None and not resolved.divided(Role.LAYERS):
+            self.mixing = MixingTest(module, changes.exchange, resolved.blocks)
         watch_experts(module, resolved.layout, guarded.facts)
         self._eager = ExitStack()
 

@@ -69,8 +69,11 @@ class Backwards(Guard):
         self._refuse_written(self._versions)
 
     def begin_backward(self, forward: Forward | None) -> None:
-        if self._units.modules:
-            _refuse_second_order()
+        if self._units.modules and torch.is_grad_enabled():
+            raise MeshparError(
+                "a gradient of a gradient (create_graph=True) needs weights that data parallelism has freed by then; "
+                "use a mesh of tensor parallelism alone, or compute the penalty from finite differences"
+            )
         if forward is not None:
             self._refuse_wrong(self._records[forward])
             self._begun.add(self._records[forward])
@@ -133,15 +136,6 @@ class Backwards(Guard):
                 "ActivationCheckpoint(mode='full')"
             )
         self._refuse_written(forward.versions)
-
-
-def _refuse_second_order() -> None:
-    """Refuse a backward that records a graph of its own."""
-    if torch.is_grad_enabled():
-        raise MeshparError(
-            "a gradient of a gradient (create_graph=True) needs weights that data parallelism has freed by then; use "
-            "a mesh of tensor parallelism alone, or compute the penalty from finite differences"
-        )
 
 
 def _written_since(versions: Versions) -> Tensor | None:

@@ -67,7 +67,7 @@ class PlacedParameters(Guard):
     def _now(self) -> tuple[list[Any], ...]:
         """Return the class, parameters and children of each module, by identity: every forward asks for them."""
         children = [child for child, _ in self._held]
-        tables = [table for child in children for table in (child._parameters, child._modules)]
+        tables: list[dict[str, Any]] = [table for child in children for table in (child._parameters, child._modules)]
         identities = map(id, itertools.chain.from_iterable(map(dict.values, tables)))
         names = itertools.chain.from_iterable(tables)
         return [type(child) for child in children], list(map(len, tables)), list(names), list(identities)

@@ -86,9 +86,11 @@ class Calls:
                 or not inspect.isfunction(inspect.getattr_static(kind, name))
             ):
                 continue
+            owner = next(base for base in kind.__mro__ if name in vars(base))
             if PUBLISHED.fullmatch(name):
                 self.register_method(name)
-            elif explained and not _is_of_a_library(kind, name):
+            # torch's and transformers' compute with weights in forward alone
+            elif explained and not owner.__module__.startswith(("torch.", "transformers.")):
                 self._explain_method(name)
 
     def register_method(self, name: str) -> None:
@@ -158,12 +160,6 @@ class Calls:
         """Leave a call of the module, of ``forward`` or the method that it was."""
         self.depth -= 1
         self._method = None
-
-
-def _is_of_a_library(kind: type, name: str) -> bool:
-    """Return whether a method is torch's or transformers', which compute with weights in forward alone."""
-    owner = next(base for base in kind.__mro__ if name in vars(base))
-    return owner.__module__.startswith(("torch.", "transformers."))
 
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]

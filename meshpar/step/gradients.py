@@ -123,7 +123,12 @@ class UnusedGradients(Moment):
         """Drop the gradients of ``unused`` that no rank used. Collective where gradients are averaged."""
         parameters = [] if self._ranks is None else list(self._module.parameters())
         self._send(parameters, unused)
-        used_somewhere = self._used_somewhere(parameters) if unused else set()
+        used_somewhere = set[int]()
+        if unused and self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            marked = zip(parameters, self._marks.tolist(), strict=True)
+            used_somewhere = {id(parameter) for parameter, mark in marked if mark}
         for parameter in unused:
             if id(parameter) not in used_somewhere:
                 parameter.grad = None
@@ -139,13 +144,6 @@ class UnusedGradients(Moment):
         used = [parameter.grad is not None and id(parameter) not in zeros for parameter in parameters]
         self._marks = torch.tensor(used, dtype=torch.uint8, device="cpu")
         self._pending = dist.all_reduce(self._marks, dist.ReduceOp.MAX, self._ranks.hosts, async_op=True)
-
-    def _used_somewhere(self, parameters: Sequence[nn.Parameter]) -> set[int]:
-        if self._pending is None:
-            return set()
-        self._pending.wait()
-        self._pending = None
-        return {id(parameter) for parameter, mark in zip(parameters, self._marks.tolist(), strict=True) if mark}
 
     def simulated(self) -> Moment:
         """Return what sends as much, and looks at nothing: simulated ranks all use the same parameters."""

@@ -19,7 +19,6 @@ from meshpar._torch.pytree import tree_map
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
 from meshpar.passes.positions.exchange import Exchange
-from meshpar.step.calls import installed
 from meshpar.tensors.digests import leaves
 from meshpar.trials.copies import CannotCopy, copied_state, copy_block, free
 from meshpar.trials.engine import TOLERANCE, as_evaluated, device_of, is_narrow, measure, on_any_rank
@@ -252,11 +251,3 @@ def _one_of_each_kind(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]
     for name, _ in module.named_modules():
         if name and name.rpartition(".")[0] in {"", *around} and name not in {*around, *blocks}:
             yield name
-
-
-def mixing_test(module: nn.Module, blocks: Sequence[str]) -> MixingTest | None:
-    """Return the test for modules other than attention that mix positions; None if attention exchanges none."""
-    changes = installed(module)
-    if changes is None or changes.exchange is None:
-        return None
-    return MixingTest(module, changes.exchange, blocks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meshpar.core import runtime
+from meshpar.core.passes import Pass
+from meshpar.core.resolved import Resolved
 from meshpar.guards.explain import Explanation
 from meshpar.passes.tensor.collectives import SimulatedGroup, SimulatedRanks
 from meshpar.passes.tensor.context import Context
@@ -20,14 +21,12 @@ from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed
 from meshpar.trials.engine import NOTHING, Verification, call_with
 from meshpar.trials.split import SplitTest
 
-Install = Callable[[nn.Module, Any, Any, int], Context | None]
-"""``(module, mesh, group, rank) -> context``: splits ``module`` as one rank of the axis holds it."""
-
 
 def prove(
-    module: nn.Module, install: Install, axis: str, size: int, blocks: Sequence[str], batch: object, *, plan_text: str
+    module: nn.Module, pass_: Pass, resolved: Resolved, axis: str, batch: object, *, plan_text: str
 ) -> Verification:
-    """Split copies of ``module``, on the CPU, for ``size`` ranks of ``axis``, and try a block of each kind."""
+    """Let a pass split copies of ``module``, on the CPU, for the ranks of ``axis``, and try a block of each kind."""
+    size = resolved.spec.axes[axis]
     with runtime.simulated(size), ExitStack() as stack:
         mesh = torch.distributed.init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
         ranks = SimulatedRanks(size)
@@ -38,9 +37,10 @@ def prove(
         for copied, _ in copies:
             stack.callback(free, copied)
         installed = (
-            install(copied, mesh, SimulatedGroup(ranks, rank), rank) for rank, (copied, _) in enumerate(copies)
+            pass_.split(copied, resolved.layout, mesh, SimulatedGroup(ranks, rank), rank)
+            for rank, (copied, _) in enumerate(copies)
         )
-        contexts = [context for context in installed if context is not None]
+        contexts: list[Context] = [context for context in installed if context is not None]
         if not contexts:
             why = f"the pass that splits axis {axis!r} cannot be tried without processes (Pass.split)"
             return replace(NOTHING, skipped={"": why})
@@ -51,7 +51,7 @@ def prove(
         def run(rank: int) -> Verification:
             copied, context = copies[rank][0], contexts[rank]
             try:
-                test = SplitTest(copied, context, blocks, read_whole, kept=lambda *_: nullcontext())
+                test = SplitTest(copied, context, resolved.blocks, read_whole, kept=lambda *_: nullcontext())
                 with test.watch(), torch.enable_grad():
                     Explanation(copied, plan_text, features=context, unit_pass=None).told(call_with, copies[rank], {})
                 return test.run()
