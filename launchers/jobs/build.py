@@ -23,7 +23,7 @@ from meshpar.forecasting.step import Batch, ObjectiveLoss
 from meshpar.launchers.jobs import datasets
 from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers, refuse_endless
 from meshpar.launchers.recipes import sections
-from meshpar.launchers.recipes.conflicts import folder_problems
+from meshpar.launchers.recipes.loading import folder_problems
 from meshpar.launchers.recipes.recipe import Recipe, has_keyword, make_own, make_passes, wants_teacher
 from meshpar.launchers.recipes.schema import build
 from meshpar.launchers.recipes.sections import Model, OptimizerSection, Own, OwnOptimizer

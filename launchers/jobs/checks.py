@@ -25,7 +25,7 @@ from meshpar.guards.optimizers import check_separable
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.models import weights_problems
 from meshpar.launchers.jobs.profile import LEAST as PROFILED
-from meshpar.launchers.recipes.conflicts import folder_problems
+from meshpar.launchers.recipes.loading import folder_problems
 from meshpar.launchers.recipes.recipe import Recipe, UntrustedError
 from meshpar.launchers.recipes.sections import DataSection, Own, OwnOptimizer
 from meshpar.plan import lost_replica_problems
