@@ -194,10 +194,10 @@ def recipe_or_shape(source: str, overrides: Sequence[str], *, trust: bool) -> Re
 
 _SECTIONS: tuple[tuple[str, type[BaseModel], tuple[type, ...]], ...] = (
     ("The recipe", Recipe, ()),
-    ("model, kind: transformer", sections.TransformerSection, (TransformerConfig, sections.OwnModel)),
-    ("model, kind: gpt2", sections.GPT2Section, (GPT2Config, sections.OwnModel)),
+    ("model, kind: transformer", sections.TransformerSection, (TransformerConfig, sections.HuggingFaceSection)),
+    ("model, kind: gpt2", sections.GPT2Section, (GPT2Config, sections.HuggingFaceSection)),
     ("model, kind: huggingface", sections.HuggingFaceSection, ()),
-    ("model, class: package.module.Name", sections.OwnModel, (Own,)),
+    ("model, class: package.module.Name", sections.OwnModel, (sections.HuggingFaceSection, Own)),
     ("teacher", sections.TeacherSection, ()),
     ("lora", sections.LoRASection, (LoRA,)),
     ("data", sections.DataSection, ()),
@@ -261,11 +261,9 @@ def attributes(cls: type) -> dict[str, str]:
 
 
 def _default(value: object) -> str:
-    if value in (PydanticUndefined, dataclasses.MISSING) or value is None or isinstance(value, BaseModel):
+    if value in (PydanticUndefined, dataclasses.MISSING, None) or isinstance(value, BaseModel):
         return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
 
 
 def _cell(text: str) -> str:

@@ -55,15 +55,11 @@ class HuggingFaceSection(Section):
     """A model of transformers.
 
     Attributes:
-        config: contents of a ``config.json``, or the folder that contains one; None: that of ``weights``. Nothing is
-            downloaded.
+        config: contents of a ``config.json``, or a local folder that contains one; None: that of ``weights``.
         head: type of the head; None: the objective's (for packed text ``causal_lm``).
-        weights: folder of safetensors, or of files of ``torch.save``, to start from; None: initial weights from the
-            seed.
-        new: patterns of parameters that are initialised from the seed although weights are given: ``classifier`` on a
-            pretrained encoder.
-        ignore: patterns of tensors, or of modules, in the weights that the model does not have: ``lm_head`` under a
-            classifier.
+        weights: folder of safetensors, or of files of ``torch.save``, to start from; None: weights from the seed.
+        new: patterns of parameters to initialise from the seed although weights are given: ``classifier``.
+        ignore: patterns of tensors, or of modules, in the weights that the model does not have: ``lm_head``.
     """
 
     kind: Literal["huggingface"] = "huggingface"
@@ -92,13 +88,7 @@ class Own(Section):
 
 @final
 class OwnModel(Own):
-    """A model of your own: ``{class: mypackage.Model, dim: 512}``.
-
-    Attributes:
-        weights: folder of safetensors, or of files of ``torch.save``, to start from; None: initial weights from the
-            seed.
-        ignore: patterns of tensors, or of modules, in the weights that the model does not have.
-    """
+    """A model of your own: ``{class: mypackage.Model, dim: 512}``."""
 
     kind: Literal["own"] = "own"
     weights: Path | None = None
@@ -178,8 +168,7 @@ class DataSection(Section):
             ``csv``, ``parquet`` (also Arrow files and folders of ``datasets``), ``chat`` (conversations in such tables,
             whose assistant tokens are the labels; or ``paths: [stdlib]``), ``tokens`` (a ``.bin`` and its ``.json``),
             ``mix``, or ``dataset``. Text may be compressed by gzip or zstd.
-        mix: several sources, interleaved by weight: ``[{source: files, paths: [code], weight: 0.7}, {source: chat,
-            ...}]``.
+        mix: sources, interleaved by weight: ``[{source: files, paths: [code], weight: 0.7}, {source: chat, ...}]``.
         template: chat template of ``chat``: ``chatml``, ``llama3``, or a Jinja file; None: the tokenizer's own.
         dataset: a class of your own, ``{class: mypackage.Dataset, ...keywords}``: samples that need no tokenizer.
         validation_dataset: the class of the validation data, written like ``dataset``.
@@ -188,22 +177,20 @@ class DataSection(Section):
         target_field: key of the target text, if the objective requires pairs of texts.
         label_field: key of the label, if the objective requires labels.
         separator: text that separates the documents of a file; None: a file is one document.
-        bad_rows: ``refuse``: a row of a table that cannot be used (no text, not JSON, no conversation) is an error;
-            ``skip``: such rows are left out, and every start prints how many.
+        bad_rows: ``refuse``: a row of a table without text, JSON or conversation is an error; ``skip``: such rows are
+            left out, and every start prints how many.
         tokenizer: ``bytes``, ``bpe`` (trained on the text) or a folder with a ``tokenizer.json``; None: that of
             ``model.weights``, else ``bytes`` for text, none for tokens.
         vocab_size: vocabulary size of a trained BPE.
         eos: token that ends a document, if the tokenizer's folder does not name one.
-        documents: ``separate``: the documents of a packed sample do not attend to each other; ``joined``: they do, as
-            one text.
-        packing: ``cut``: cut documents where a sample ends; ``best_fit``: pad samples, and cut no document that fits
-            one.
+        documents: ``separate``: the documents of a packed sample do not attend to each other; ``joined``: they do.
+        packing: ``cut``: cut documents where a sample ends; ``best_fit``: pad samples, cut no document that fits one.
         sequence_length: tokens of a sample; a text with a target or a label is cut to this length.
         target_length: tokens of a target text, which is cut to this length.
         micro_batch: samples of a data rank in one forward pass.
         accumulate: micro-batches per step.
-        grow: larger batches from a place in the data on, ``{100000: 64, 500000: 128}``: samples read -> samples of a
-            step of all ranks, a multiple of ``micro_batch`` times the data ranks.
+        grow: larger batches later, ``{100000: 64, 500000: 128}``: samples read -> samples of a step of all ranks, a
+            multiple of ``micro_batch`` times the data ranks.
         shuffle: draw the order of an epoch from the seed.
         validation_fraction: share of the documents that is reserved for validation.
         validation_paths: files of the validation data: text, or a token file.
@@ -259,10 +246,10 @@ class Rated(Section):
     """How learning rates follow from the number of ranks and from the parameter.
 
     Attributes:
+        lr: peak learning rate of the schedule.
         scale_lr: growth of ``lr`` with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
         rates: factors of the learning rate by pattern of modules or parameters: ``{embed: 0.1}``.
-        layer_decay: factor of the learning rate of each block, from the last one down; see
-            :func:`meshpar.training.scale_rates`.
+        layer_decay: factor of the rate of each block, from the last one down; see :func:`meshpar.training.scale_rates`.
     """
 
     scale_lr: Scaling = "none"
@@ -272,23 +259,14 @@ class Rated(Section):
 
 @final
 class OptimizerSection(_AdamWFields, Rated):
-    """AdamW, see :class:`meshpar.training.optimizer.AdamWSettings`.
-
-    Attributes:
-        lr: peak learning rate of the schedule.
-    """
+    """AdamW, see :class:`meshpar.training.optimizer.AdamWSettings`."""
 
     name: Literal["adamw"] = "adamw"
 
 
 @final
 class OwnOptimizer(Rated, Own):
-    """An optimizer of your own: ``{class: mypackage.Lion, lr: 1e-4, weight_decay: 0.1}``, called with parameters like
-    torch's.
-
-    Attributes:
-        lr: peak learning rate of the schedule.
-    """
+    """An optimizer of your own, called with parameters like torch's: ``{class: mypackage.Lion, lr: 1e-4}``."""
 
     name: Literal["own"] = "own"
     lr: Annotated[float, Bound(gt=0)]
@@ -299,9 +277,7 @@ Optimizer = Annotated[OptimizerSection | OwnOptimizer, Field(discriminator="name
 
 @final
 class ScheduleSection(_ScheduleFields):
-    """The learning rate over the run, see :class:`meshpar.training.optimizer.Schedule`; its peak is the optimizer's
-    ``lr``.
-    """
+    """The learning rate, whose peak is the optimizer's; see :class:`meshpar.training.optimizer.Schedule`."""
 
 
 @final
@@ -313,8 +289,8 @@ class TrainingSection(_TrainFields):
         objective_options: options of the objective.
         loss_scaling: scale the loss for float16; None: if a pass computes in float16.
         tensorboard: write TensorBoard scalars.
-        forecast: forecast the job during its first steps and print the comparison: on an accelerator with a built-in
-            profile, or with the profile named here (``h100``, or a file written by ``meshpar doctor --profile``).
+        forecast: compare the first steps with their forecast: on an accelerator with a built-in profile, or with the
+            profile named here (``h100``, or a file written by ``meshpar doctor --profile``).
     """
 
     objective: str = "causal_lm"
@@ -350,8 +326,7 @@ class AverageSection(Section):
 
 @final
 class ValidationSection(_BesideFields):
-    """The weights that are validated, and the bounds of validations and evaluations; :class:`TrainingSection` says
-    when.
+    """The weights that are validated, and the bounds of validations and evaluations.
 
     Attributes:
         weights: ``trained``, the name of an average, or ``averaged`` for the only one.
@@ -369,8 +344,8 @@ class CheckpointSection(Section):
         keep: number of newest checkpoints to keep; None: all.
         best: metric (``val/loss``; ``+name`` for the highest) whose best step is also kept.
         background: write during training; the optimizer waits only until the state is copied.
-        staging: with ``background`` and an output in an object store: folder on each host's disk for files that wait
-            for their upload; None: host memory.
+        staging: folder on each host's disk for files that wait for their upload, with ``background`` and an output in
+            an object store; None: host memory.
         resume: ``auto`` resumes from the newest undamaged checkpoint in the output folder; ``never`` refuses a folder
             that has one; a path or a URL (of a step or a run) is used if the output folder has none.
         allow: settings that may differ from those of the resumed run: ``[data.documents]``.
