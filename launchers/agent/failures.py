@@ -16,19 +16,7 @@ from types import TracebackType
 from typing import NoReturn, final
 
 from meshpar.core import errors
-from meshpar.core.errors import (
-    FullMemoryError,
-    LaunchError,
-    LayoutError,
-    MeshError,
-    MeshparError,
-    PlanError,
-    PreflightError,
-    RecipeError,
-    RepeatedFailureError,
-    ReplicaError,
-    seen_at,
-)
+from meshpar.core.errors import LaunchError, MeshparError, PlanError, RepeatedFailureError, seen_at
 from meshpar.launchers.agent import terms
 from meshpar.launchers.agent.terms import NO_USE, OTHERS_S, RETRY, STOPPED, task
 from meshpar.process.leftovers import write_durably
@@ -210,16 +198,16 @@ def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
 
 
 def exit_code(error: MeshparError) -> int:
-    if isinstance(error, ReplicaError):
+    if isinstance(error, errors.ReplicaError):
         return RETRY
-    useless = RecipeError | PlanError | MeshError | LayoutError | PreflightError | RepeatedFailureError
-    return NO_USE if isinstance(error, useless) else 1
+    useless = errors.RecipeError | PlanError | errors.MeshError | errors.LayoutError | errors.PreflightError
+    return NO_USE if isinstance(error, useless | RepeatedFailureError) else 1
 
 
 def _as_raised(failure: Failure) -> MeshparError:
     kind = getattr(errors, failure.kind, None)
     if failure.full:
-        return FullMemoryError(f"{_told(failure)}\n{_FULL_MEMORY}" if failure.trace else failure.message)
+        return errors.FullMemoryError(f"{_told(failure)}\n{_FULL_MEMORY}" if failure.trace else failure.message)
     if kind is PlanError:
         return PlanError(failure.problems)
     if isinstance(kind, type) and issubclass(kind, MeshparError):

@@ -72,10 +72,8 @@ def _groups(found: Found, of: Callable[[Facts], Any]) -> dict[Any, list[Facts]]:
 
 def _differ(found: Found, of: Callable[[Facts], Any]) -> str:
     """Return ``X on ranks ...; Y on ranks ...``; empty if all are equal."""
-    groups = _groups(found, of)
-    return (
-        "" if len(groups) < 2 else "; ".join(f"{value} on {ranks_text(members)}" for value, members in groups.items())
-    )
+    texts = [f"{value} on {ranks_text(members)}" for value, members in _groups(found, of).items()]
+    return "; ".join(texts) if len(texts) > 1 else ""
 
 
 def _fact(kind: str, name: str, missing: str | None) -> Callable[[Facts], Any]:
@@ -116,7 +114,6 @@ def _visible(found: Found) -> Iterator[Finding]:
 
 
 def _interfaces(found: Found) -> Iterator[Finding]:
-    several = len(hosts_of(found)) > 1
     hosts = _by_host(found)
     chosen_by = [(name, host, members) for name in INTERFACES for host, members in hosts.items()]
     for name, host, members in chosen_by:
@@ -127,12 +124,9 @@ def _interfaces(found: Found) -> Iterator[Finding]:
             chosen = [fact for interface, fact in there.items() if _chosen(value, interface)]
             names, outward = sorted(there), sorted(name for name, fact in there.items() if not fact["loopback"])
             if not chosen:
-                what, where, do = (
-                    "names no interface",
-                    f"{host}, which has {', '.join(names)}",
-                    "set it to one of these",
-                )
-            elif several and all(fact["loopback"] for fact in chosen):
+                what, where = "names no interface", f"{host}, which has {', '.join(names)}"
+                do = "set it to one of these"
+            elif len(hosts) > 1 and all(fact["loopback"] for fact in chosen):
                 what, where = "is the loopback interface, which reaches no other host", host
                 do = f"set it to one that does: {', '.join(outward) or 'none here'}"
             elif not any(fact["up"] and fact["address"] for fact in chosen):
@@ -158,12 +152,12 @@ def _names(found: Found) -> Iterator[Finding]:
             do = "add it to DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
             yield Finding("the host's own name has no address", host, do)
         elif (address or "").startswith("127.") and "GLOO_SOCKET_IFNAME" not in settings:
-            yield Finding(
-                f"the host's own name resolves to {address}, which gloo would send to the other hosts",
-                host,
+            what = f"the host's own name resolves to {address}, which gloo would send to the other hosts"
+            do = (
                 "set GLOO_SOCKET_IFNAME to the interface of the network, or remove the name's 127.x entry from "
-                "/etc/hosts",
+                "/etc/hosts"
             )
+            yield Finding(what, host, do)
 
 
 def _infiniband(found: Found) -> Iterator[Finding]:
@@ -199,10 +193,7 @@ def _clocks(found: Found) -> Iterator[Finding]:
     if times and times[-1] - times[0] > CLOCK_S:
         middle = times[len(times) // 2]
         off = [fact for fact in found if abs(fact["clock"] - middle) > CLOCK_S / 2]
-        do = (
-            "run chrony or ntpd: otherwise logs of different hosts cannot be ordered, and locks on shared file systems "
-            "fail"
-        )
+        do = "run chrony or ntpd: otherwise logs of hosts cannot be ordered, and locks on shared file systems fail"
         where = "; ".join(f"{fact['host']} {fact['clock'] - middle:+.1f} s" for fact in _one_a_host(off))
         yield Finding(f"clocks are {times[-1] - times[0]:.1f} s apart", where, do)
 
@@ -292,7 +283,5 @@ def price_of_sharding(spec: MeshSpec, hosts: Sequence[str]) -> str | None:
     if all(len(host) == 1 for span in spans(spec, hosts) if span.axis == "dp_shard" for host in span.hosts):
         return None
     better = MeshSpec({**spec.axes, "dp_replicate": len(names), "dp_shard": shard // len(names)})
-    return (
-        f"shards span {len(names)} hosts, so every all-gather crosses them; if the model fits, {better} keeps "
-        "all-gathers inside a host"
-    )
+    crossing = f"shards span {len(names)} hosts, so every all-gather crosses them"
+    return f"{crossing}; if the model fits, {better} keeps all-gathers inside a host"

@@ -124,9 +124,8 @@ def _wait(device: torch.device) -> None:
 def product_findings(found: Found, products: list[tuple[float, str]]) -> Iterator[Finding]:
     """Yield devices that compute another result than most of their kind, or are slower."""
     for kind in dict.fromkeys(fact["device"]["kind"] for fact in found):
-        alike = [
-            (fact, *result) for fact, result in zip(found, products, strict=True) if fact["device"]["kind"] == kind
-        ]
+        pairs = zip(found, products, strict=True)
+        alike = [(fact, *result) for fact, result in pairs if fact["device"]["kind"] == kind]
         usual = statistics.mode(digest for _, _, digest in alike)
         if bad := [fact for fact, _, digest in alike if digest != usual]:
             what = f"devices of the kind {kind} compute another product than the others"
@@ -136,11 +135,8 @@ def product_findings(found: Found, products: list[tuple[float, str]]) -> Iterato
         if slow := [(fact, rate) for fact, rate, _ in alike if rate < SLOW * middle]:
             what = f"devices compute slower than the others of their kind, which reach {middle / 1e12:.0f} TFLOP/s"
             where = "; ".join(f"{ranks_text([fact])}: {rate / 1e12:.0f}" for fact, rate in slow[:8])
-            do = (
-                "check clocks, temperature and other processes there (nvidia-smi); every step waits for the "
-                "slowest device"
-            )
-            yield Finding(what, where, do)
+            advice = "check clocks, temperature and other processes there (nvidia-smi)"
+            yield Finding(what, where, f"{advice}; every step waits for the slowest device")
 
 
 FIRST_BYTES, ENOUGH_S, REPEATS = 1 << 18, 0.02, 5
@@ -200,9 +196,8 @@ def measured_profile(facts: Sequence[Facts], device: torch.device) -> str:
         "switched": True,
     }
     hardware = Hardware.of(values, "the measured profile")
-    return to_yaml(
-        {name: _rounded(value) for name, value in (asdict(hardware) | {"peak": dict(hardware.peak)}).items()}
-    )
+    fields = asdict(hardware) | {"peak": dict(hardware.peak)}
+    return to_yaml({name: _rounded(value) for name, value in fields.items()})
 
 
 def _rounded(value: object) -> object:
@@ -284,10 +279,8 @@ def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float
         speeds = {axis: _gathered_rate(mesh.get_group(axis), mesh[axis].size(), device) for axis in axes}
         wait = {axis: _latency(mesh.get_group(axis), device) for axis in axes}
     in_host, across = speeds.get("dp_shard"), speeds.get("dp_replicate")
-    sources = [
-        f"meshpar doctor --profile on {hosts} x {per_host} {device.type}, torch {torch.__version__}, "
-        f"{time.strftime('%Y-%m-%d')}"
-    ]
+    made_by = f"meshpar doctor --profile on {hosts} x {per_host} {device.type}, torch {torch.__version__}"
+    sources = [f"{made_by}, {time.strftime('%Y-%m-%d')}"]
     if in_host is None and across is None:
         sources.append("one rank: no link was measured; the link values are those of memory; start more ranks")
     elif in_host is None:

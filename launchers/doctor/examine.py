@@ -257,9 +257,8 @@ def _folder_findings(
     if low:
         what = f"too little free space for the checkpoints, which take about {folder.bytes / GIB:.1f} GiB"
         where = "; ".join(f"{host}: {free / GIB:.1f} GiB free in {folder.path}" for host, free in low)
-        yield Finding(
-            what, where, "keep fewer checkpoints (checkpoint.keep), free some space, or choose another output"
-        )
+        do = "keep fewer checkpoints (checkpoint.keep), free some space, or choose another output"
+        yield Finding(what, where, do)
 
 
 def main(arguments: Sequence[str]) -> int:

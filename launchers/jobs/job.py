@@ -25,15 +25,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError, PreflightError, RecipeError, StoreError
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watch_progress
 from meshpar.launchers.agent.terms import MEETING_S, task
-from meshpar.launchers.doctor.examine import (
-    Examination,
-    Folder,
-    compare_products,
-    examine_all,
-    findings_text,
-    meet,
-    mesh_of,
-)
+from meshpar.launchers.doctor import examine
 from meshpar.launchers.jobs import build, datasets, reports
 from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.profile import LEAST as PROFILED
@@ -55,10 +47,8 @@ from meshpar.training.tracking import METRICS, SENT
 
 log = logging.getLogger(__name__)
 
-TOKENIZER, RECIPE, TENSORBOARD = "tokenizer", "recipe.yaml", "tensorboard"
+TOKENIZER, RECIPE, TENSORBOARD, PROFILE = "tokenizer", "recipe.yaml", "tensorboard", "profile"
 """Names of files and folders in a run's folder."""
-PROFILE = "profile"
-"""The folder of a profile in a run's folder, with ``profile: true``."""
 
 
 def run_job(recipe: Recipe) -> Outcome:
@@ -132,17 +122,18 @@ def open_job(recipe: Recipe, data: datasets.Data, kind: str) -> Iterator[torch.d
         with runtime.distributed(kind, timeout_s=timeout_s) as device:
             yield device
         return
-    roll = meet(MEETING_S, "preflight")  # held to the end: its store may be rank 0's own
+    roll = examine.meet(MEETING_S, "preflight")  # held to the end: its store may be rank 0's own
     folder = None
     if recipe.kept.mounted:  # no node mounts a store
         model = build.build_model(recipe, data.vocab_size, data.facts)
         # AdamW: a parameter and its two moments, in float32
         size = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
-        folder = Folder(path=recipe.folder.absolute() / CHECKPOINTS, bytes=size * ((recipe.checkpoint.keep or 1) + 1))
-    report = examine_all(roll, mesh_of(recipe.mesh), runtime.device(kind), folder)
+        size *= (recipe.checkpoint.keep or 1) + 1
+        folder = examine.Folder(path=recipe.folder.absolute() / CHECKPOINTS, bytes=size)
+    report = examine.examine_all(roll, examine.mesh_of(recipe.mesh), runtime.device(kind), folder)
     _tell(recipe, report)
     with runtime.distributed(kind, timeout_s=timeout_s) as device:
-        _tell(recipe, compare_products(dataclasses.replace(report, findings=()), device))
+        _tell(recipe, examine.compare_products(dataclasses.replace(report, findings=()), device))
         yield device
 
 
@@ -153,10 +144,10 @@ def patience_s(recipe: Recipe) -> float:
     return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + 120.0)
 
 
-def _tell(recipe: Recipe, report: Examination) -> None:
+def _tell(recipe: Recipe, report: examine.Examination) -> None:
     if not report.findings:
         return
-    text = f"preflight found {len(report.findings)}:\n{findings_text(report.findings)}"
+    text = f"preflight found {len(report.findings)}:\n{examine.findings_text(report.findings)}"
     if recipe.preflight == "fail":
         raise PreflightError(text)
     if runtime.is_main():
@@ -189,7 +180,8 @@ def _trainer(
         validation=validation,
         checkpointer=saver,
         scaler=LossScaler() if build.wants_scaler(recipe) else None,
-        flops_per_token=None if replicas else flops_per_token(par.module),  # of all replicas, on the devices of one
+        # of all replicas, on the devices of one
+        flops_per_token=None if replicas else flops_per_token(par.module),
         averages=build.averages_of(recipe, par),
         validated=recipe.validation.weights,
         evaluations=build.evaluations_of(recipe, par, data.tokenizer),

@@ -21,17 +21,7 @@ from typing import Any, NoReturn, TextIO, final
 from meshpar.core.errors import LaunchError, MeshparError
 from meshpar.launchers.agent import terms
 from meshpar.launchers.agent.failures import exit_code, forget, note_os_exit, note_start, note_sys_exit, record
-from meshpar.launchers.agent.terms import (
-    NO_USE,
-    RETRY,
-    SHUTDOWN_S,
-    STOPPED,
-    RankTask,
-    at_work,
-    log_file,
-    read_task,
-    task,
-)
+from meshpar.launchers.agent.terms import STOPPED, RankTask, at_work, log_file, read_task
 from meshpar.process.imports import quick_imports
 from meshpar.process.secrets import redact
 from meshpar.process.signals import Lenient, exit_code_of, heard
@@ -73,7 +63,7 @@ def _run(assigned: RankTask, rank: int) -> int:
         record(folder, rank, error, hide=__file__)
         if rank:  # the launcher shows rank 0's log, and the error itself once
             print(redact(traceback.format_exc()), file=sys.stderr, end="")
-        if isinstance(error, MeshparError) and exit_code(error) in (NO_USE, RETRY) and terms.restarts()[1]:
+        if isinstance(error, MeshparError) and exit_code(error) in (terms.NO_USE, terms.RETRY) and terms.restarts()[1]:
             os.kill(os.getppid(), signal.SIGTERM)  # the agent restarts ranks whatever their error is
         return 1
 
@@ -155,7 +145,7 @@ def _unheard(number: int, frame: FrameType | None) -> NoReturn:
         "SIGUSR1 asked the script to save and stop, but the script has no handler for it, so nothing is saved; set "
         "one by signal.signal(signal.SIGUSR1, ...), save a checkpoint, and end with sys.exit(128 + signal.SIGUSR1)"
     )
-    if (assigned := task()) is not None:
+    if (assigned := terms.task()) is not None:
         record(assigned.logs, terms.rank(), error)
     os._exit(1)
 
@@ -167,10 +157,8 @@ def end_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
     if parent is not None and os.getppid() != parent:
         sys.exit(f"the launcher, process {parent}, ended while this rank started; start the job again")
-    launcher, limit_s = (
-        os.pidfd_open(os.getppid()),
-        float(terms.setting("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or SHUTDOWN_S),
-    )
+    launcher = os.pidfd_open(os.getppid())
+    limit_s = float(terms.setting("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or terms.SHUTDOWN_S)
 
     def follow() -> None:
         select.select([launcher], [], [])

@@ -18,21 +18,9 @@ from meshpar.core import registry
 from meshpar.core.errors import MeshparError, RecipeError, brief
 from meshpar.core.mesh import MeshSpec, is_auto
 from meshpar.core.patterns import suggestion
+from meshpar.launchers.recipes import sections
 from meshpar.launchers.recipes.schema import Section, build, section_of, section_of_call, validate
-from meshpar.launchers.recipes.sections import (
-    AverageSection,
-    CheckpointSection,
-    DataSection,
-    LoRASection,
-    Model,
-    Optimizer,
-    OptimizerSection,
-    Own,
-    ScheduleSection,
-    TeacherSection,
-    TrainingSection,
-    ValidationSection,
-)
+from meshpar.launchers.recipes.sections import Own
 from meshpar.launchers.recipes.yamlfile import Document, Place, place_of, to_yaml
 from meshpar.passes import Pass
 from meshpar.process.imports import expanded
@@ -132,18 +120,18 @@ class Recipe(Section):
     mesh: str = ""
     passes: tuple[dict[str, dict[str, Any]], ...] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"
-    model: Model
-    teacher: TeacherSection | None = None
-    lora: LoRASection | None = None
-    data: DataSection = DataSection()
-    optimizer: Optimizer = OptimizerSection()
-    schedule: ScheduleSection = ScheduleSection()
-    training: TrainingSection
-    averages: dict[str, AverageSection] = Field(default_factory=dict)
-    validation: ValidationSection = ValidationSection()
+    model: sections.Model
+    teacher: sections.TeacherSection | None = None
+    lora: sections.LoRASection | None = None
+    data: sections.DataSection = sections.DataSection()
+    optimizer: sections.Optimizer = sections.OptimizerSection()
+    schedule: sections.ScheduleSection = sections.ScheduleSection()
+    training: sections.TrainingSection
+    averages: dict[str, sections.AverageSection] = Field(default_factory=dict)
+    validation: sections.ValidationSection = sections.ValidationSection()
     trackers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     evaluations: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    checkpoint: CheckpointSection = CheckpointSection()
+    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     _notes: tuple[str, ...] = PrivateAttr(())
     _classes: Classes = PrivateAttr(Classes())
 

@@ -89,9 +89,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        """A name of this launch alone that Kubernetes accepts, also with what it appends for pods: at most 44
-        characters.
-        """
+        """A name of this launch alone that Kubernetes accepts, with what it appends for pods: at most 44 characters."""
         return f"{dns_label(self.name)[:40].rstrip('-')}-{self.folder.name}"
 
     @property
@@ -164,9 +162,7 @@ class Target(Protocol):
         ...
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
-        """Return each job's number or name in the engine, and its state in the engine's words; empty: the engine
-        does not know it.
-        """
+        """Return each job's number or name in the engine, and its state in the engine's words; empty: not known."""
         raise self._no_commands()
 
     def status(self, job: Launched) -> str:
@@ -221,11 +217,9 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
         key, equals, value = text.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or key not in fields:
-            other = ""
+            other = "; for other fields of the job file write -o patch=FILE" if "patch" in fields else ""
             if "sbatch" in fields:
                 other = f"; for an option of sbatch's own write -o sbatch=--{text.lstrip('-').replace('_', '-')}"
-            elif "patch" in fields:
-                other = "; for other fields of the job file write -o patch=FILE"
             listed = suggestion(key, fields)
             problems.append(f"{text!r}: {name} has no such option, written as KEY=VALUE; {listed}{other}")
             continue
@@ -318,10 +312,8 @@ def fill_yaml(
             kinds = {document.get("kind", ""): document for document in documents}
             kind = patch.get("kind", documents[-1].get("kind", ""))
             if kind not in kinds:
-                raise LaunchError(
-                    f"{name} is a patch of a {kind}; expected one of {', '.join(kinds)}, or no kind for "
-                    f"{list(kinds)[-1]}"
-                )
+                expected = f"expected one of {', '.join(kinds)}, or no kind for {list(kinds)[-1]}"
+                raise LaunchError(f"{name} is a patch of a {kind}; {expected}")
             _add(kinds[kind], patch, kind, name)
     return Template(head).substitute(values) + yaml.dump_all(
         documents, Dumper=_JobFileDumper, sort_keys=False, allow_unicode=True, width=1000

@@ -23,8 +23,7 @@ KUEUE = "kueue.x-k8s.io/queue-name"
 _BOUNDED = ["--request-timeout=20s"]
 _PODS = {
     "Job": "batch.kubernetes.io/job-name",
-    "JobSet": "jobset.sigs.k8s.io/jobset-name",
-    "TrainJob": "jobset.sigs.k8s.io/jobset-name",
+    **dict.fromkeys(("JobSet", "TrainJob"), "jobset.sigs.k8s.io/jobset-name"),
 }
 """Label of a job's pods, by the job's kind; a TrainJob makes a JobSet of its own name."""
 _PART = "node"  # name of a JobSet's only replicated job

@@ -13,8 +13,6 @@ from meshpar.core.errors import LaunchError
 from meshpar.launchers.targets.job import Job, Launched, Port, Shell, Target, ask, fill_yaml
 from meshpar.training.settings import Bound
 
-_RECIPE = "recipe=$(mktemp -d)/recipe.yaml\n"
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,25 +49,24 @@ class SkyPilot(Target):
                 f"accelerators={self.accelerators} and --gpus-per-node {job.gpus_per_node} are two numbers of GPUs; "
                 f"write -o accelerators={name}, or --gpus-per-node {count}"
             )
+        # the bucket's folder of the run, mounted where the job writes, relative or absolute
+        relative = job.run.is_relative_to(Path.cwd())
+        folder = job.run.relative_to(Path.cwd() if relative else "/")
+        source = {"source": f"{self.bucket.rstrip('/')}/{folder}", "mode": "MOUNT"}
+        mounts = {f"~/sky_workdir/{folder}" if relative else str(job.run): source}
+        recipe = f'recipe=$(mktemp -d)/recipe.yaml\nprintf %s {shlex.quote(job.recipe)} > "$recipe"'
         values = {
             **job.values(),
             "ranks": job.ranks_per_node,
             "accelerators": f"{name}:{job.gpus_per_node}" if job.gpus_per_node else "",
             "restarts": self.restarts,
             "setup": self.setup,
-            "mounts": self._mounts(job.run) if self.bucket else {},
+            "mounts": mounts if self.bucket else {},
             "port": self.port,
-            "recipe": f'{_RECIPE}printf %s {shlex.quote(job.recipe)} > "$recipe"' if job.recipe else "",
+            "recipe": recipe if job.recipe else "",
             "work": shlex.join(job.script) or '"$recipe"',
         }
         return {"job.yaml": fill_yaml("skypilot.yaml", values, self.patch), **job.files()}
-
-    def _mounts(self, run: Path) -> Mapping[str, object]:
-        """Return the bucket's folder of a run, mounted where the job writes, relative or absolute."""
-        relative = run.is_relative_to(Path.cwd())
-        folder = run.relative_to(Path.cwd() if relative else "/")
-        source = {"source": f"{self.bucket.rstrip('/')}/{folder}", "mode": "MOUNT"}
-        return {f"~/sky_workdir/{folder}" if relative else str(run): source}
 
     def submit(self, path: Path) -> Sequence[str]:
         return ["sky", "jobs", "launch", "--yes", "--detach-run", str(path)]

@@ -28,18 +28,6 @@ _OUTPUT = "slurm-*.out"
 _EARLY_S = 60  # by which SLURM may send the signal before --signal says
 
 
-def _command(setup: str) -> str:
-    """Return the shell's word for the meshpar command: what the setup puts on the path, else the one that launches."""
-    here = shlex.quote(str(Path(sys.executable).parent / "meshpar"))
-    return f'"$(command -v meshpar || echo {here})"' if setup else here
-
-
-def _path(path: str) -> str:
-    """Return the shell's word for a path on the nodes, whose ``~`` and variables are those of the nodes."""
-    word = re.sub(r'(["`\\])', r"\\\1", path)
-    return f'"{re.sub("^~(?=/)", "$HOME", word)}"'
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slurm(Target):
@@ -134,6 +122,12 @@ class Slurm(Target):
                 raise LaunchError(f"sbatch: --elastic=replicas makes an array of its own, {tasks}; leave --array out")
             lines.append(f"#SBATCH --array=0-{job.nodes // span - 1}")
         lines += ["#SBATCH --no-kill  # a lost node does not end the job"] if job.elastic == "nodes" else []
+        if self.meshpar:  # with the ``~`` and the variables of the nodes
+            word = re.sub(r'(["`\\])', r"\\\1", self.meshpar)
+            command = f'"{re.sub("^~(?=/)", "$HOME", word)}"'
+        else:
+            here = shlex.quote(str(Path(sys.executable).parent / "meshpar"))
+            command = "meshpar" if self.image else f'"$(command -v meshpar || echo {here})"' if self.setup else here
         # the lines with which the tasks of an array find the one that puts their replicas together
         meeting = {"run": shlex.quote(str(job.run)), "complete": COMPLETE}
         values = {
@@ -156,7 +150,7 @@ class Slurm(Target):
             "meeting": f"\n{fill('replicas.sbatch', meeting).rstrip()}" if replicas else "",
             "placement": self._placement(job),
             "work": shlex.join(job.work(str(job.folder / RECIPE))),
-            "meshpar": _path(self.meshpar) if self.meshpar else "meshpar" if self.image else _command(self.setup),
+            "meshpar": command,
             "no_use": NO_USE,
             "no_restart": NO_RESTART,
         }
