@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshpar import ModelLayout
 from meshpar.checkpoints import CheckpointManager, Manifest
 from meshpar.checkpoints.format.manifest import SavedPart
-from meshpar.checkpoints.format.writing import Layout, WriteReport, WrittenFile, layout_of, pack, report_of
+from meshpar.checkpoints.format.writing import Layout, WriteReport, WrittenFile, layout_of, pack
 from meshpar.checkpoints.steps.planning import Alike, Described, Planning
 from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.storage.place import Place
@@ -210,7 +210,7 @@ def plan_saves(layers: int, ranks: int, replicas: int, *, commit: bool = False) 
         if isinstance(mine, WriteReport):
             if rank not in reported:
                 files = files_of(rank, list(zip(others[rank].alike, plans[rank]._share)), folder)
-                reported[rank] = layout_of(files), report_of(files, layout_of(files))
+                reported[rank] = layout_of(files), layout_of(files).report(files)
             report = reported[rank][1]
             files = tuple((size, *struct.unpack("II", os.urandom(8)), None) for size, *_ in report.files)
             return report._replace(files=files)

@@ -30,29 +30,11 @@ if TYPE_CHECKING:
     from meshpar.checkpoints.steps.steps import open_step
 
 __all__ = [
-    "CheckpointManager",
-    "Digest",
-    "DistributedCheckpoint",
-    "Manifest",
-    "Published",
-    "RestoredState",
-    "Safetensors",
-    "TorchWeights",
-    "diff_steps",
-    "export_gguf",
-    "export_module",
-    "export_safetensors",
-    "import_safetensors",
-    "list_steps",
-    "open_step",
-    "pin_step",
-    "prune_steps",
-    "read_manifest",
-    "remove_step",
-    "show_step",
-    "verify_files",
+    "CheckpointManager", "Digest", "DistributedCheckpoint", "Manifest", "Published", "RestoredState", "Safetensors",
+    "TorchWeights", "diff_steps", "export_gguf", "export_module", "export_safetensors", "import_safetensors",
+    "list_steps", "open_step", "pin_step", "prune_steps", "read_manifest", "remove_step", "show_step", "verify_files",
     "verify_step",
-]
+]  # fmt: skip
 
 _TOOLS = ("diff_steps", "list_steps", "pin_step", "prune_steps", "remove_step", "show_step", "verify_step")
 _HOMES = {

@@ -288,10 +288,8 @@ def plan(
     with quick_imports():
         from meshpar.launchers.commands.inspecting import forecast_recipe
 
-    forecast_recipe(
-        recipe, overrides or [], hardware, nodes=nodes, gpus_per_node=gpus_per_node, elastic=elastic, search=search,
-        full=full, html=html, json_file=json_file, trust=trust,
-    )  # fmt: skip
+    forecast = functools.partial(forecast_recipe, html=html, json_file=json_file, full=full, search=search, trust=trust)
+    forecast(recipe, overrides or [], hardware, nodes=nodes, gpus_per_node=gpus_per_node, elastic=elastic)
 
 
 @app.command("import")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -323,11 +323,10 @@ def export_run(
             f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype"
         )
     with show_bytes() as advance:
-        options = ExportOptions(
-            dtype=dtype_of(dtype), max_shard_size=bytes_of(max_shard_size), tokenizer=files.tokenizer, progress=advance,
-            config=files.config, generation=files.generation, beside=files.files, weights=names, verify=verify,
-            quantize=quantize, high=high, averaged=weights, overwrite=overwrite,
-        )  # fmt: skip
+        about = ExportOptions(config=files.config, generation=files.generation, beside=files.files, verify=verify)
+        stored = replace(about, dtype=dtype_of(dtype), max_shard_size=bytes_of(max_shard_size), progress=advance)
+        options = replace(stored, tokenizer=files.tokenizer, weights=names, quantize=quantize, high=high)
+        options = replace(options, averaged=weights, overwrite=overwrite)
         write = write_gguf if quantize in KINDS else write_safetensors
         return write(model, dst, options)
 

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, final
@@ -129,17 +129,8 @@ def export_gguf(
         CheckpointError: as for an export; an architecture, a rotary scaling or a tokenizer that is not supported.
         MeshparError: ``gguf`` is not installed.
     """
-    options = ExportOptions(
-        quantize=kind,
-        tokenizer=tokenizer,
-        progress=progress,
-        config=config,
-        weights=weights,
-        verify=verify,
-        high=high,
-        averaged=averaged,
-        overwrite=overwrite,
-    )
+    options = ExportOptions(quantize=kind, tokenizer=tokenizer, config=config, weights=weights, high=high)
+    options = replace(options, progress=progress, verify=verify, averaged=averaged, overwrite=overwrite)
     return write_gguf(src, dst, options)
 
 
@@ -300,10 +291,14 @@ def _write_file(
     writer.close()
     count = ByteCount(sum(sizes.values()), progress)
     with path.open("ab", buffering=0) as file:
-        _pad(file.fileno(), file.tell(), writer.data_alignment)
+
+        def pad(size: int) -> None:
+            write_all(file.fileno(), memoryview(bytes(-size % writer.data_alignment)))
+
+        pad(file.tell())
         if extra is not None:
             write_all(file.fileno(), memory_of(extra))
-            _pad(file.fileno(), extra.nbytes, writer.data_alignment)
+            pad(extra.nbytes)
         for name in names:
             for values in read_tiles(source, name, torch.float32, tiles(shapes[name], 4, _TILE_BYTES)):
                 data = library.quants.quantize(values.add_(offsets.get(name, 0.0)).numpy(), kinds[name])
@@ -313,12 +308,8 @@ def _write_file(
                     )
                 write_all(file.fileno(), memoryview(data).cast("B"))
                 count.add(data.nbytes)
-            _pad(file.fileno(), sizes[name], writer.data_alignment)
+            pad(sizes[name])
         os.fsync(file.fileno())
-
-
-def _pad(descriptor: int, size: int, alignment: int) -> None:
-    write_all(descriptor, memoryview(bytes(-size % alignment)))
 
 
 def _rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:

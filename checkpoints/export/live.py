@@ -11,25 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshpar.checkpoints.export.moving import (
-    DividedTensor,
-    MovedSource,
-    NotingSource,
-    OwnersOf,
-    PartOwners,
-    RenamedSource,
-    Tile,
-    in_buckets,
-)
+from meshpar.checkpoints.export import moving, safetensors
+from meshpar.checkpoints.export.moving import DividedTensor, NotingSource, PartOwners, RenamedSource, Tile
 from meshpar.checkpoints.export.published import Digest, bytes_of, clean_name, in_order
 from meshpar.checkpoints.export.quantizing import Quantization
-from meshpar.checkpoints.export.safetensors import (
-    ExportOptions,
-    convert,
-    divide_into_files,
-    export_safetensors,
-    tiles_of,
-)
+from meshpar.checkpoints.export.safetensors import ExportOptions, convert, export_safetensors, tiles_of
 from meshpar.checkpoints.export.target import free_target, make_beside
 from meshpar.checkpoints.format.copying import Progress
 from meshpar.checkpoints.steps.planning import Planning
@@ -143,11 +129,11 @@ class Published:
         before = {name: _version(divided.tensor) for name, divided in tensors.items()}
         notes = NotingSource(tensors, torch.device("meta"))
         source, dtypes, order = self._convert(notes)
-        moved = MovedSource(tensors, self.to, device)
+        moved = moving.MovedSource(tensors, self.to, device)
         values = self._convert(moved)[0]
         here, shapes = dist.get_rank() == self.to, source.shapes()
         limit = max(1, self._bucket // 2)  # one bucket is read while the next one travels
-        for bucket in moved.move(in_buckets(_tiles(source, dtypes, order, notes, limit), limit)):
+        for bucket in moved.move(moving.in_buckets(_tiles(source, dtypes, order, notes, limit), limit)):
             for tile in bucket:
                 if tile.first:
                     where = device if here else "meta"
@@ -188,10 +174,7 @@ class Published:
         return every
 
     def _of_all_stages(self) -> dict[str, _Description] | None:
-        """Return the tensors of all stages, which the first stage that has one sends; None where all have all layers.
-
-        Collective where layers are divided.
-        """
+        """Return the tensors of all stages, None where all have all layers; collective where layers are divided."""
         if (layers := fact_of(self._par.module, Layers)) is None:
             return None
         descriptions, adapted = dict[str, _Description](), False
@@ -208,7 +191,7 @@ class Published:
 
     def _describe(self, stage: int) -> tuple[dict[str, _Description], bool]:
         """Return the tensors of this rank's stage, and whether it has adapters."""
-        owners, tensors = OwnersOf(stage), self._tensors().items()
+        owners, tensors = moving.OwnersOf(stage), self._tensors().items()
         described = {name: (each.tensor.shape, each.dtype, owners(each.tensor)) for name, each in tensors}
         return described, bool(adapted_layers(self._par.module))
 
@@ -230,7 +213,7 @@ class Published:
                 "'merged', or 'only' for a module of add_adapters"
             )
         converted, dtypes = convert(weights.publish(source), self._options, self._par.layout.config)
-        files = divide_into_files(converted, dtypes, self._options)
+        files = safetensors.divide_into_files(converted, dtypes, self._options)
         return converted, dtypes, list(itertools.chain.from_iterable(files.values()))
 
 

@@ -1,7 +1,4 @@
-"""Tensors of which ranks hold parts, moved to one rank a bucket at a time.
-
-Reads are noted first, so that all ranks know the same slices in the same order; then the parts of a bucket travel.
-"""
+"""Tensors of which ranks hold parts, moved to one rank by buckets, after reads that all ranks note in one order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Quantise the linear weights of a model tile by tile, in the layouts of compressed-tensors.
-
-Weights are rounded to nearest. A scale is the largest absolute value over half the stored type's range, as
-``calculate_qparams`` of vllm-project/compressed-tensors 0.20.
-"""
+"""Quantise the linear weights of a model tile by tile, with layouts and scales of compressed-tensors 0.20."""
 
 from __future__ import annotations
 

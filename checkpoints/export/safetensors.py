@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -99,21 +99,9 @@ def export_safetensors(
         CheckpointError: no checkpoint, adapters, damage, different values of tied tensors, a taken folder, a full disk.
         LayoutError: the weight map does not fit the tensors, or gives two tensors the same name.
     """
-    options = ExportOptions(
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        tokenizer=tokenizer,
-        progress=progress,
-        config=config,
-        generation=generation,
-        beside=beside,
-        weights=weights,
-        verify=verify,
-        quantize=quantize,
-        high=high,
-        averaged=averaged,
-        overwrite=overwrite,
-    )
+    options = ExportOptions(dtype=dtype, max_shard_size=max_shard_size, quantize=quantize, high=high, averaged=averaged)
+    options = replace(options, tokenizer=tokenizer, config=config, generation=generation, beside=beside)
+    options = replace(options, weights=weights, progress=progress, verify=verify, overwrite=overwrite)
     return write_safetensors(src, dst, options)
 
 
@@ -128,7 +116,14 @@ def write_safetensors(src: PlaceLike | TypedSource, dst: PlaceLike, options: Exp
         config = {**(config or {}), "quantization_config": source.config()}
     tokenizer_files = files_beside_weights(options.tokenizer) if options.tokenizer is not None else []
     with make_whole(target, overwrite=options.overwrite) as folder:
-        _write_model(folder, source, dtypes, options)
+        files = divide_into_files(source, dtypes, options)
+        total = sum(nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
+        count = ByteCount(total, options.progress)
+        for file_name, names in files.items():
+            _write_file(folder / file_name, source, names, dtypes, count)
+        if len(files) > 1:
+            weight_map = {name: file_name for file_name, names in files.items() for name in names}
+            _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
         for file in (*tokenizer_files, *map(place, options.beside)):
             copy_file(file, folder / file.name)
         if options.generation:
@@ -187,17 +182,6 @@ def tiles_of(source: TypedSource, name: str, dtype: torch.dtype, limit: int | No
 def divide_into_files(source: TypedSource, dtypes: Dtypes, options: ExportOptions) -> dict[str, list[str]]:
     """Return the names of the tensors in each file, in order."""
     return in_files(source.shapes(), dtypes, options.max_shard_size, scaled=isinstance(source, Quantized))
-
-
-def _write_model(folder: Place, source: TypedSource, dtypes: Dtypes, options: ExportOptions) -> None:
-    files = divide_into_files(source, dtypes, options)
-    total = sum(nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
-    count = ByteCount(total, options.progress)
-    for file, names in files.items():
-        _write_file(folder / file, source, names, dtypes, count)
-    if len(files) > 1:
-        weight_map = {name: file for file, names in files.items() for name in names}
-        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_file(path: Place, source: TypedSource, names: Sequence[str], dtypes: Dtypes, count: ByteCount) -> None:

@@ -27,19 +27,11 @@ _LARGE = 0xFFFFFFFF
 _STREAMED = 0x0808  # flags: sizes and checksum follow the payload; names are UTF-8
 _LOCAL_HEADER_BYTES = 30  # [4.3.7], before the name and the extra field
 _STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128,
+}  # fmt: skip
 _STORAGE_NAMES = {dtype: name for name, dtype in _STORAGES.items()}
 
 
@@ -321,11 +313,5 @@ def tensor_pickle(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
     storage = b"(" + pickled("storage") + kind.encode() + pickled("0") + pickled("cpu") + pickled(count) + b"tQ"
     rebuild = f"ctorch._utils\n_rebuild_tensor_{'v2' if legacy else 'v3'}\n".encode()
     more = b"" if legacy else f"ctorch\n{str(dtype).removeprefix('torch.')}\n".encode()
-    arguments = (
-        storage
-        + pickled(0)
-        + pickled(shape)
-        + pickled(_contiguous_strides(shape))
-        + b"\x89ccollections\nOrderedDict\n)R"
-    )
-    return b"\x80\x02" + rebuild + b"(" + arguments + more + b"tR."
+    arguments = storage + pickled(0) + pickled(shape) + pickled(_contiguous_strides(shape))
+    return b"\x80\x02" + rebuild + b"(" + arguments + b"\x89ccollections\nOrderedDict\n)R" + more + b"tR."

@@ -1,9 +1,4 @@
-"""Copy stored tensors from file to file, block by block, in the way that is cheapest at the moment.
-
-Measured on Linux 6.18: ``copy_file_range`` between positions that differ within a page costs 1.6 times ``cp``. Blocks
-that end with a page cost as much as ``cp``; where memory is fragmented, blocks of 512 KiB cost two to four times as
-much as those of 64 KiB, so that :class:`Pace` measures.
-"""
+"""Copy stored tensors from file to file, block by block, in the way that is cheapest at the moment."""
 
 from __future__ import annotations
 
@@ -37,6 +32,8 @@ class Way:
 WAYS = (Way(BLOCK_BYTES, mapped=True), Way(BLOCK_BYTES, mapped=False), Way(64 << 10, mapped=True))
 
 
+# Measured on Linux 6.18: ``copy_file_range`` between positions that differ within a page costs 1.6 times ``cp``; blocks
+# that end with a page as much as ``cp``, but where memory is fragmented 512 KiB two to four times as much as 64 KiB.
 @final
 class Pace:
     """Choose, at each turn, the way that took the least CPU time a byte when it was last used; untried ones first."""

@@ -230,17 +230,14 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Spans]) -> No
     if any(start < 0 or stop > size for spans in boxes for (start, stop), size in zip(spans, shape)):
         raise CheckpointError(f"a part of {name!r} exceeds its shape {shape}")
     volume = sum(math.prod(stop - start for start, stop in spans) for spans in boxes)
-    twice = ", some twice" if not _is_grid(shape, boxes) and _any_overlap(boxes) else ""
-    if volume != math.prod(shape) or twice:
-        raise CheckpointError(f"the parts of {name!r} have {volume} elements of {math.prod(shape)}{twice}")
-
-
-def _is_grid(shape: tuple[int, ...], boxes: Sequence[Spans]) -> bool:
-    """Return whether the parts are the cells of a grid, each once, as after any even or uneven sharding by dims."""
+    # the cells of a grid, each once, as after any even or uneven sharding by dims, do not overlap
     starts = [sorted({spans[dim][0] for spans in boxes}) for dim in range(len(shape))]
     ends = [dict(zip(start, [*start[1:], size])) for start, size in zip(starts, shape)]
     cells = all(stop == end[start] for spans in boxes for (start, stop), end in zip(spans, ends))
-    return cells and len(set(boxes)) == len(boxes)
+    is_grid = cells and len(set(boxes)) == len(boxes)
+    twice = ", some twice" if not is_grid and _any_overlap(boxes) else ""
+    if volume != math.prod(shape) or twice:
+        raise CheckpointError(f"the parts of {name!r} have {volume} elements of {math.prod(shape)}{twice}")
 
 
 def _any_overlap(boxes: Sequence[Spans]) -> bool:

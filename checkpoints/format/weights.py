@@ -24,23 +24,12 @@ from meshpar.weights.rules import overlap, spans_of, within
 # huggingface/safetensors, "Format": 8 bytes little-endian header length, a JSON header, the tensors' bytes
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
 _SHARDING_INFO = "DCP_SHARDING_INFO"  # of torch's HuggingFaceStorageWriter: name -> {"saved_offsets": [...]}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _COPY = "; copy it again from its source"
@@ -75,7 +64,13 @@ class Safetensors:
                 raise CheckpointError(f"{other} and {file} both have {', '.join(twice[:5])}; remove one of the files")
             for name, box in boxes.items():
                 self._pieces.setdefault(name, []).append(box)
-        self._shapes = {name: _whole_shape(name, pieces) for name, pieces in self._pieces.items()}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for name, pieces in self._pieces.items():
+            shape = tuple(max(stop for _, stop in spans) for spans in zip(*(piece.spans for piece in pieces)))
+            if len({piece.dtype for piece in pieces}) > 1:
+                raise CheckpointError(f"the shards of {name!r} have different dtypes")
+            check_cover(name, shape, [piece.spans for piece in pieces])
+            self._shapes[name] = shape
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor's name and shape."""
@@ -189,15 +184,6 @@ def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheck
     return TorchWeights(path) if path.suffix in PICKLED or pickled else Safetensors(path)
 
 
-def _whole_shape(name: str, pieces: Sequence[Box]) -> tuple[int, ...]:
-    """Return the shape that pieces cover; raises CheckpointError for holes, overlaps and other dtypes."""
-    shape = tuple(max(stop for _, stop in spans) for spans in zip(*(piece.spans for piece in pieces)))
-    if len({piece.dtype for piece in pieces}) > 1:
-        raise CheckpointError(f"the shards of {name!r} have different dtypes")
-    check_cover(name, shape, [piece.spans for piece in pieces])
-    return shape
-
-
 def _files(path: Place) -> dict[Place, list[str]]:
     """Return the files to read and the names that the index, if there is one, lists for each."""
     if path.is_dir():
@@ -278,8 +264,7 @@ def _box(file: Readable, base: int, entry: Mapping[str, Any]) -> Box:
 def write_header(shapes: Shapes, dtypes: Dtypes) -> tuple[bytes, dict[str, int]]:
     """Return the header of a file of these tensors in this order, and each tensor's position in the file, in bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    offsets: dict[str, int] = {}
+    offset, offsets = 0, dict[str, int]()
     for name, shape in shapes.items():
         if dtypes[name] not in _NAMES:
             way = (

@@ -1,7 +1,4 @@
-"""Write parts of tensors in torch.distributed.checkpoint's format, by threads, and record what was written.
-
-The places of parts follow from the plan: ranks report only size and checksums of each file, and rank 0 keeps the rest.
-"""
+"""Write parts of tensors in torch.distributed.checkpoint's format; ranks report sizes and checksums, rank 0 records."""
 
 from __future__ import annotations
 
@@ -256,6 +253,9 @@ class Layout(NamedTuple):
     def digest(self) -> str:
         return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()
 
+    def report(self, files: Sequence[WrittenFile]) -> WriteReport:
+        return WriteReport(self.digest, tuple((file.size, file.crc32, file.sums, file.sha256) for file in files))
+
     def parts(self) -> Iterator[tuple[str, SavedPart]]:
         """Yield the tensor of each part, and its place, in the order of the files."""
         parts = zip(map(sys.intern, unpack(self.names)), array("I", self.kind), strict=True)
@@ -276,7 +276,6 @@ class WriteReport(NamedTuple):
 
 
 def layout_of(files: Sequence[WrittenFile]) -> Layout:
-    """Return the layout of one rank's files."""
     parts = [part for file in files for part in file.parts]
     kinds: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
     kind = array("I", (kinds.setdefault((part.offsets, part.shape, part.length), len(kinds)) for _, part in parts))
@@ -284,20 +283,24 @@ def layout_of(files: Sequence[WrittenFile]) -> Layout:
     return Layout(tuple((file.name, len(file.parts)) for file in files), names, tuple(kinds), kind.tobytes())
 
 
-def report_of(files: Sequence[WrittenFile], layout: Layout) -> WriteReport:
-    """Return the report of one rank."""
-    return WriteReport(layout.digest, tuple((file.size, file.crc32, file.sums, file.sha256) for file in files))
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let Python not look for cycles among millions of new objects that hold none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @final
 class Ledger:
     """All that ``.metadata`` and the manifest have of the parts, made once, and checked as a reader will read it."""
 
+    @_uncollected()
     def __init__(self, groups: Sequence[Group], layouts: Sequence[Layout], tied: Sequence[Sequence[str]]) -> None:
-        with _uncollected():
-            self._make(groups, layouts, tied)
-
-    def _make(self, groups: Sequence[Group], layouts: Sequence[Layout], tied: Sequence[Sequence[str]]) -> None:
         self._layouts = [layout.digest for layout in layouts]
         self._files = [name for layout in layouts for name, _ in layout.files]
         parts = [part for layout in layouts for part in layout.parts()]
@@ -357,19 +360,7 @@ def make_manifest(
 ) -> Manifest:
     """Write torch's metadata into the folder; return the manifest of files that this process wrote alone."""
     layout = layout_of(files)
-    return Ledger(groups, [layout], entries.get("tied", ())).write(folder, [report_of(files, layout)], entries)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Let Python not look for cycles among millions of new objects that hold none."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    return Ledger(groups, [layout], entries.get("tied", ())).write(folder, [layout.report(files)], entries)
 
 
 @functools.lru_cache(1 << 16)

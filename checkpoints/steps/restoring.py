@@ -11,23 +11,9 @@ from torch import Tensor
 
 from meshpar.checkpoints.format.manifest import MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
+from meshpar.checkpoints.steps import state
 from meshpar.checkpoints.steps.ranks import SavingRanks
-from meshpar.checkpoints.steps.state import (
-    Checkpointable,
-    ModelState,
-    OptimizerGroup,
-    Optimizers,
-    averaged_tensors,
-    check_have_memory,
-    class_by_parameter,
-    mesh_axes,
-    model_state,
-    optimizers_of,
-    options_by_parameter,
-    parameters_of,
-    restore_optimizer,
-    set_random_state,
-)
+from meshpar.checkpoints.steps.state import Checkpointable, ModelState, OptimizerGroup, Optimizers
 from meshpar.checkpoints.storage.files import crc32
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core.errors import CheckpointError
@@ -127,7 +113,7 @@ class Restoring:
         """Restore; collective. If a tensor's bytes are damaged, every rank raises, and the state is partly restored."""
         self._ranks.everyone("reading (the state is partly restored)", self._read)
         manifest, par = self._manifest, self._par
-        here = mesh_axes(par.mesh), self._ranks.size, par.device.type
+        here = state.mesh_axes(par.mesh), self._ranks.size, par.device.type
         same = here == (manifest.mesh, manifest.world_size, manifest.device)
         return RestoredState(
             step=manifest.step,
@@ -142,7 +128,7 @@ class Restoring:
         )
 
     def _differences(self, cast: bool) -> _Differences:
-        self._model = model_state(self._par.module)
+        self._model = state.model_state(self._par.module)
         saved_as = {name: group[0] for group in self._manifest.tied for name in group}
         self._renamed: dict[str, str] = {}  # our names of tied tensors that were saved under another of their names
         for name, aliases in self._model.names.items():
@@ -151,9 +137,9 @@ class Restoring:
             if saved != name:
                 self._renamed[name] = saved
         wanted = {MODEL + self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
-        self._averaged = averaged_tensors(self._averages, self._saved_name)
+        self._averaged = state.averaged_tensors(self._averages, self._saved_name)
         wanted |= self._averaged
-        check_have_memory(wanted, "restore")
+        state.check_have_memory(wanted, "restore")
         missing, wrong, located = list[str](), list[str](), dict[str, tuple[slice, ...]]()
         for name, tensor in wanted.items():
             shape, stored = tuple(tensor.shape), self._source.tensors.get(name)
@@ -182,7 +168,7 @@ class Restoring:
         wanted = [(MODEL + self._saved_name(name), tensor) for name, tensor in self._model.tensors.items()]
         if self._optimizer is not None and self._manifest.optimizer is not None:
             table, stored = self._manifest.optimizer, self._source.tensors
-            wanted += restore_optimizer(self._optimizer, self._model, table, self._renamed, stored)
+            wanted += state.restore_optimizer(self._optimizer, self._model, table, self._renamed, stored)
         wanted += self._averaged.items()
         stored_pairs = [(name, tensor) for name, tensor in wanted if name in self._source.tensors]
         self._source.locate({name: held_by_this_rank(tensor) for name, tensor in stored_pairs})
@@ -202,12 +188,12 @@ class Restoring:
         if not same or not names:
             self._par.manual_seed(crc32(f"{self._manifest.seed} {self._manifest.step}".encode()))
             return "derived"
-        state = {}
+        generators = {}
         for name in names:
             stored = self._source.tensors[name]
-            state[name] = torch.empty(stored.shape, dtype=stored.dtype)
-            self._source.read(name, (), state[name])
-        set_random_state(self._ranks.rank, self._par.device, state)
+            generators[name] = torch.empty(stored.shape, dtype=stored.dtype)
+            self._source.read(name, (), generators[name])
+        state.set_random_state(self._ranks.rank, self._par.device, generators)
         return "restored"
 
 
@@ -224,8 +210,8 @@ def check_same_arguments(ranks: SavingRanks, asked: Mapping[str, Any]) -> None:
 def _group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str]) -> dict[OptimizerGroup, set[str]]:
     """Return the checkpoint's names of the parameters in each group of the optimizers."""
     names = {id(tensor): name for name, tensor in model.tensors.items()}
-    optimizers = optimizers_of(given)
-    parameters_of(optimizers, names)
+    optimizers = state.optimizers_of(given)
+    state.parameters_of(optimizers, names)
     return {
         (called, type(optimizer).__name__, position): {renamed.get(names[id(p)], names[id(p)]) for p in group["params"]}
         for called, optimizer in optimizers.items()
@@ -237,7 +223,7 @@ def _group_differences(ours: Iterable[tuple[OptimizerGroup, Collection[str]]], t
     """Compare the names in each group of each rank with the checkpoint's; return a line for each difference."""
     # By parameter, not by group: groups may depend on the mesh, because fused kernels do not accept plain tensors
     # together with DTensors, and stages may order groups differently.
-    options, classes = options_by_parameter(table), class_by_parameter(table)
+    options, classes = state.options_by_parameter(table), state.class_by_parameter(table)
     ours = list(ours)
     here = {name: kind for (_, kind, _), group in ours for name in group}
     lines = []

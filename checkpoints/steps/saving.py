@@ -13,30 +13,12 @@ from torch import Tensor, nn
 
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, step_name, step_of
 from meshpar.checkpoints.format.verify import verify_files
-from meshpar.checkpoints.format.writing import (
-    Checksum,
-    Layout,
-    WriteReport,
-    WrittenFile,
-    layout_of,
-    report_of,
-    write_parts,
-)
+from meshpar.checkpoints.format.writing import Checksum, Layout, WriteReport, WrittenFile, layout_of, write_parts
+from meshpar.checkpoints.steps import state
 from meshpar.checkpoints.steps.background import PartSamples, Stager, own_stream, ready_event
 from meshpar.checkpoints.steps.planning import Agreed, Described, Planning, alike, parts_of
 from meshpar.checkpoints.steps.ranks import SavingRanks
-from meshpar.checkpoints.steps.state import (
-    Checkpointable,
-    Optimizers,
-    averaged_tensors,
-    check_have_memory,
-    merged_tables,
-    mesh_axes,
-    model_state,
-    optimizer_state,
-    plain,
-    random_state,
-)
+from meshpar.checkpoints.steps.state import Checkpointable, Optimizers, mesh_axes, model_state, plain, random_state
 from meshpar.checkpoints.steps.steps import remove
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import failing_as
@@ -148,7 +130,7 @@ class Saving:
         def write() -> WriteReport:
             files = self._write()
             layout.append(layout_of(files))
-            return report_of(files, layout[0])
+            return layout[0].report(files)
 
         def record(layouts: Sequence[Layout] = ()) -> Place | None:
             with failing_as(f"writing to {self._folder.parent}"):
@@ -174,15 +156,15 @@ class Saving:
 
     def _describe(self, par: Checkpointable, optimizer: Optimizers | None, later: bool) -> Described:
         model = model_state(par.module, {group[0] for group in par.layout.tied})
-        trained = optimizer_state(optimizer, model) if optimizer is not None else None
+        trained = state.optimizer_state(optimizer, model) if optimizer is not None else None
         tensors: dict[str, Tensor] = {
             MODEL + name: tensor.clone() if later and not isinstance(tensor, nn.Parameter) else tensor
             for name, tensor in model.tensors.items()
         }
         tensors |= trained.tensors if trained else {}
-        tensors |= averaged_tensors(self._noted.averages, model.first)
+        tensors |= state.averaged_tensors(self._noted.averages, model.first)
         tensors |= random_state(self._ranks.rank, par.device)
-        check_have_memory(tensors, "save")
+        state.check_have_memory(tensors, "save")
         if (began := step_of(self._folder.name.partition(".")[0])) not in (None, self._noted.step):
             raise CheckpointError(
                 f"this rank saves step {self._noted.step}, rank 0 step {began}; pass the same step on every rank"
@@ -221,7 +203,7 @@ class Saving:
             "tied": agreed.tied,
             "weights": par.layout.weights.to_json(),
             "config": plain(par.layout.config, "layout.config"),
-            "optimizer": merged_tables(tables) if tables else None,
+            "optimizer": state.merged_tables(tables) if tables else None,
             "seed": torch.initial_seed(),
             "rank_extra": rank_extra if any(extra is not None for extra in rank_extra) else (),
             "averages": {

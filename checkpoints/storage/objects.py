@@ -1,7 +1,4 @@
-"""Paths, reads and writes in an object store, by obstore.
-
-No key is renamed or changed in place: conditional requests (``If-None-Match``, ``If-Match``) decide between writers.
-"""
+"""An object store, by obstore: no key is renamed or changed in place, conditional requests decide between writers."""
 
 from __future__ import annotations
 
@@ -30,7 +27,8 @@ Version = dict[str, str]  # ETag and version of an object: Google replaces by th
 SCHEMES = ("s3", "gs", "az")
 TRIES = 3  # of a request, besides those of obstore, which does not repeat what it cannot know to be harmless
 CLIENT = {
-    "allow_http": True,  # where the environment names such an endpoint
+    # where the environment names such an endpoint
+    "allow_http": True,
     "connect_timeout": timedelta(seconds=10),
     "read_timeout": timedelta(seconds=30),
     "timeout": timedelta(seconds=120),
@@ -237,11 +235,8 @@ class ObjectPath:
 
     def _list(self) -> list[dict[str, Any]]:
         """Return what the store tells of every key below this one."""
-
-        def pages(store: Any) -> list[Any]:  # noqa: ANN401
-            return list(_obstore().list(store, self._prefix))
-
-        return [entry for page in self._ask("listing", pages) for entry in page if entry["path"] != self.key]
+        pages = self._ask("listing", lambda store: list(_obstore().list(store, self._prefix)))
+        return [entry for page in pages for entry in page if entry["path"] != self.key]
 
     @property
     def _prefix(self) -> str | None:

@@ -1,7 +1,4 @@
-"""Places of checkpoints, a path of a disk or a key of an object store, and copies between them.
-
-Only this file asks for the class; work without a common verb is divided by :func:`either` or :attr:`Place.mounted`.
-"""
+"""Places of checkpoints, a path of a disk or a key of a store, and copies; only this file asks which it is."""
 
 from __future__ import annotations
 

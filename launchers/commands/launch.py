@@ -6,6 +6,7 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -161,11 +162,9 @@ def launch(
     with quick_imports():
         from meshpar.launchers.targets.launching import LaunchRequest, launch_job
 
-    asked = LaunchRequest(
-        target, what, arguments or [], nodes=nodes, gpus_per_node=gpus_per_node, nproc=nproc, mesh=mesh,
-        elastic=elastic, preflight=preflight, options=option or [], submit=submit, module=module, check=check,
-    )  # fmt: skip
-    print(launch_job(asked))
+    asked = LaunchRequest(target, what, arguments or [], nodes=nodes, gpus_per_node=gpus_per_node, nproc=nproc)
+    asked = replace(asked, mesh=mesh, elastic=elastic, preflight=preflight, options=option or [], submit=submit)
+    print(launch_job(replace(asked, module=module, check=check)))
 
 
 Root = Annotated[Path, Argument(help="Folder with the folders of runs.")]

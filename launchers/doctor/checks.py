@@ -38,9 +38,7 @@ class Finding:
 
 
 def all_findings(found: Found) -> list[Finding]:
-    checks: tuple[Callable[[Found], Iterator[Finding]], ...] = (
-        _versions, _devices, _settings, _visible, _interfaces, _names, _infiniband, _clocks, _limits,
-    )  # fmt: skip
+    checks = [_versions, _devices, _settings, _visible, _interfaces, _names, _infiniband, _clocks, _limits]
     return [finding for check in checks for finding in check(found)]
 
 

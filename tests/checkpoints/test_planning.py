@@ -15,7 +15,7 @@ import meshpar
 from benchmarks.save_planning import plan_saves
 from meshpar.checkpoints import CheckpointManager, Manifest, read_manifest
 from meshpar.checkpoints.format.verify import Verify, verify_files
-from meshpar.checkpoints.format.writing import Ledger, TensorPart, layout_of, pack, report_of, write_parts
+from meshpar.checkpoints.format.writing import Ledger, TensorPart, layout_of, pack, write_parts
 from meshpar.checkpoints.format.writing import whole as plain_groups
 from meshpar.checkpoints.steps import saving
 from meshpar.checkpoints.steps.planning import Alike, Described, alike, divide
@@ -297,17 +297,15 @@ def test_a_ledger_is_of_these_files_alone_and_names_in_json_are_those_of_the_ten
     layout = layout_of(files)
     groups = plain_groups((name, (3,), torch.float32) for name in tensors)
     ledger = Ledger(groups, [layout], ())
-    assert ledger.fits([report_of(files, layout)])
+    assert ledger.fits([layout.report(files)])
     other = [
         replace(file, parts=tuple((name, part._replace(length=part.length + 64)) for name, part in file.parts))
         for file in files
     ]
-    assert not ledger.fits([report_of(files, layout_of(other))]), "another length"
-    assert not ledger.fits([report_of(files, layout)] * 2), "another rank"
+    assert not ledger.fits([layout_of(other).report(files)]), "another length"
+    assert not ledger.fits([layout.report(files)] * 2), "another rank"
     manifest = ledger.write(
-        place(tmp_path),
-        [report_of(files, layout)],
-        {"step": 1, "mesh": {}, "world_size": 1, "device": "cpu", "plan": ""},
+        place(tmp_path), [layout.report(files)], {"step": 1, "mesh": {}, "world_size": 1, "device": "cpu", "plan": ""}
     )
     (tmp_path / "meshpar.json").write_text(manifest.to_json())
     read = read_manifest(tmp_path)
