@@ -102,14 +102,8 @@ def check_in_nodes(head: str, node_rank: int, nodes: int, run_id: str, wait_s: f
     reach_head(head, node_rank, wait_s)
     host, _, port = head.rpartition(":")
     try:
-        store = dist.TCPStore(
-            host,
-            int(port),
-            is_master=node_rank == 0,
-            timeout=timedelta(seconds=wait_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        how: dict[str, Any] = {"timeout": timedelta(seconds=wait_s), "wait_for_workers": False, "multi_tenant": True}
+        store = dist.TCPStore(host, int(port), is_master=node_rank == 0, **how)
     except dist.DistError as error:
         why = str(error).splitlines()[0]
         if node_rank:

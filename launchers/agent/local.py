@@ -80,28 +80,23 @@ Given = Mapping[str, Any]
 
 
 def adopt_rank(given: Given, placement: Mapping[str, object]) -> str | None:
-    """Return None unless another launcher started this rank; then srun's step, empty under torchrun."""
+    """Return None unless another launcher started this rank, which starts none; then srun's step, or an empty text."""
     if "nodes" in given:
         return None
     step = terms.adopt_srun()
     if not runtime.launched():
         return None
-    refuse_placement(placement)
-    return step
-
-
-def drop_unset(placement: Mapping[str, object]) -> Given:
-    return {name: value for name, value in placement.items() if value is not None}
-
-
-def refuse_placement(placement: Mapping[str, object]) -> None:
-    """Raise LaunchError if options that start ranks are given to a process that is a rank already."""
     names = ", ".join("--" + {"meeting_s": "wait"}.get(name, name).replace("_", "-") for name in drop_unset(placement))
     if names:
         raise LaunchError(
             f"{names}: this is already one of {runtime.world_size()} ranks that torchrun or srun started; leave "
             f"{names} out; to start ranks from one process on each node, also pass --nodes, --node-rank and --head"
         )
+    return step
+
+
+def drop_unset(placement: Mapping[str, object]) -> Given:
+    return {name: value for name, value in placement.items() if value is not None}
 
 
 def from_kubeflow(options: Mapping[str, str]) -> Given:

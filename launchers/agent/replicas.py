@@ -76,14 +76,8 @@ def divide_replicas(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
     inner = MeshSpec({**mesh.axes, "dp_replicate": 1})
     span, per_node = max(1, nodes // count), max(1, count // nodes)
     first = node_rank // span * per_node
-    return Division(
-        count=count,
-        here=range(first, first + per_node),
-        ranks=mesh.size // count,
-        mesh=inner,
-        nodes=span,
-        node=node_rank % span,
-    )
+    here, ranks = range(first, first + per_node), mesh.size // count
+    return Division(count=count, here=here, ranks=ranks, mesh=inner, nodes=span, node=node_rank % span)
 
 
 def launch_replicas(
@@ -152,12 +146,12 @@ class _Replica:
         self._was_complete = self._complete.exists()  # a run that now goes on
         self._meeting = NodeMeeting(address, number, division.node, division.nodes)
         self._restarts, self._recipe, self._logs = restarts, recipe, logs / f"replica-{number}"
+        threads = terms.threads(division.ranks_here * len(division.here))
         changes = {
             "MESHPAR_REPLICA": str(number),
             "MESHPAR_REPLICAS": str(division.count),
             "MESHPAR_FIRST_DEVICE": str(division.here.index(number) * division.ranks_here),
-            "OMP_NUM_THREADS": terms.setting("OMP_NUM_THREADS")
-            or str(terms.threads(division.ranks_here * len(division.here))),
+            "OMP_NUM_THREADS": terms.setting("OMP_NUM_THREADS") or str(threads),
         }
         if terms.series():  # starts without a step are counted for each replica
             changes["MESHPAR_JOB_ID"] = f"{terms.series()}-{number}"
@@ -217,9 +211,8 @@ class _Replica:
             time.sleep(_POLL_S)
         if meeting.lost is None:
             return verdict if verdict is not None else 128 + self._stopped
-        self._note(
-            f"lost {meeting.names(meeting.lost)}; the replica's ranks end, and start again when this node is back"
-        )
+        lost = meeting.names(meeting.lost)
+        self._note(f"lost {lost}; the replica's ranks end, and start again when this node is back")
         _kill(process)
         return 128 + self._stopped if self._stopped else RETRY
 
@@ -288,10 +281,8 @@ def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
         path.write_text(recipe.to_yaml(), encoding="utf-8")
         head = f"127.0.0.1:{free_port()}"
         agent = [*_RUN, f"--nodes={nodes}", f"--nproc={nproc}", f"--head={head}", f"--run-id={Path(folder).name}"]
-        running = [
-            subprocess.Popen([*agent, f"--node-rank={node}", str(path)], start_new_session=True)
-            for node in range(nodes)
-        ]
+        commands = [[*agent, f"--node-rank={node}", str(path)] for node in range(nodes)]
+        running = [subprocess.Popen(command, start_new_session=True) for command in commands]
         with handling(heard(), lambda number: _send(running, number)):
             codes = await_all(running)
     failed = [node for node, code in enumerate(codes) if code not in (0, *(128 + number for number in STOPPING))]

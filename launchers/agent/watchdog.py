@@ -91,13 +91,8 @@ class Watchdog:
     def _give_up(self, idle_s: float) -> None:
         """Write, ask, and end the process, whatever fails on the way."""
         try:
-            where: dict[str, Any] = {
-                "rank": self._rank,
-                "step": str(_read(self._progress)),
-                "idle_s": round(idle_s, 1),
-                "groups": {},
-                "host": socket.gethostname(),
-            }
+            where: dict[str, Any] = {"rank": self._rank, "step": str(_read(self._progress)), "groups": {}}
+            where |= {"idle_s": round(idle_s, 1), "host": socket.gethostname()}
             with suppress(Exception):
                 where["groups"] = {group: list(pair) for group, pair in last_collectives().items()}
             groups = where["groups"].items()

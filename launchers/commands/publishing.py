@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,7 @@ def export(
 
     if watched:
         root, out = local(checkpoints_in(src)), local(dst)
-        watch(
-            root, lambda step: export_step(step, out / step_name(read_manifest(step).step)), best=best, every=every or 1
-        )
+        watch(root, lambda step: export_step(step, out / step_name(read_manifest(step).step)), best, every or 1)
         return
     if repository is not None or text is not None:
         for address in (src, dst):
@@ -90,7 +89,7 @@ def export(
 
 
 def watch(
-    root: Path, export: Callable[[Place], object], *, best: str | None = None, every: int = 1, poll_s: float = 5.0
+    root: Path, export: Callable[[Place], object], best: str | None = None, every: int = 1, *, poll_s: float = 5.0
 ) -> None:
     """Export each new step, pinned meanwhile, until no job writes the folder; errors of one step are printed."""
     steps, done, last_best = Steps(root), set[int](), None
@@ -154,9 +153,8 @@ def push(exported: Path, name: str, *, dry_run: bool) -> str:
     try:
         api = hub.HfApi()
         api.create_repo(name, private=True, exist_ok=True)
-        done = api.upload_folder(
-            repo_id=name, folder_path=exported, commit_message=f"Export by meshpar: {exported.name}"
-        )
+        message = f"Export by meshpar: {exported.name}"
+        done = api.upload_folder(repo_id=name, folder_path=exported, commit_message=message)
     except (errors.HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         raise MeshparError(
             f"pushing {exported} to {name} failed: {brief(error)}; the export is complete: push it again with `hf "
@@ -172,14 +170,8 @@ def _card(step: Path, exported: Path, name: str) -> Iterator[str]:
     position = {key: extra[key] for key in ("step", "tokens", "skipped") if key in extra}
     data = (extra.get("data") or {}).items()
     position |= {f"data.{key}": value for key, value in data if isinstance(value, int | str)}
-    yield from (
-        "---",
-        yaml.safe_dump({"library_name": "transformers", "tags": ["meshpar"]}).strip(),
-        "---",
-        "",
-        f"# {name}",
-        "",
-    )
+    head = yaml.safe_dump({"library_name": "transformers", "tags": ["meshpar"]}).strip()
+    yield from ("---", head, "---", "", f"# {name}", "")
     yield f"Step {manifest.step}, saved {manifest.saved_at[:19]} UTC, exported by meshpar."
     mesh = ",".join(f"{axis}={size}" for axis, size in manifest.mesh.items()) or "none"
     rows = [
@@ -230,9 +222,8 @@ def measure(step: Path, exported: Path, ids: torch.Tensor, names: Mapping[str, A
         with torch.no_grad():
             for row in ids[:, None]:
                 logits = [model(input_ids=row).logits[0].float() for model in (before, after)]
-                losses += torch.stack(
-                    [torch.nn.functional.cross_entropy(scores[:-1], row[0, 1:], reduction="sum") for scores in logits]
-                )
+                score = partial(torch.nn.functional.cross_entropy, target=row[0, 1:], reduction="sum")
+                losses += torch.stack([score(scores[:-1]) for scores in logits])
                 worst = max(worst, float((logits[0] - logits[1]).abs().max()))
                 largest = max(largest, float(logits[0].abs().max()))
     plain_loss, loss = (losses / (ids.numel() - len(ids))).tolist()

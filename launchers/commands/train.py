@@ -14,16 +14,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from meshpar.core import runtime
 from meshpar.core.errors import FullMemoryError, LaunchError, PlanError, RecipeError
 from meshpar.core.mesh import MeshSpec, is_auto
-from meshpar.launchers.agent import local
+from meshpar.launchers.agent import local, replicas
 from meshpar.launchers.agent.failures import tell_first
 from meshpar.launchers.agent.local import Given, launch_local, launch_recipe, node_range, place_ranks
-from meshpar.launchers.agent.replicas import (
-    Division,
-    check_elastic,
-    divide_replicas,
-    launch_nodes_here,
-    launch_replicas,
-)
+from meshpar.launchers.agent.replicas import Division, check_elastic, divide_replicas, launch_replicas
 from meshpar.launchers.agent.terms import adopt_srun
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.checks import check_job, machine_problems
@@ -83,7 +77,7 @@ def train_recipe(
         recipe = find_batch_size(recipe, lambda candidate: launch_local(candidate, ranks), memory)
     if nodes > 1:
         check(recipe, ranks * nodes, [])
-        return launch_nodes_here(recipe, nodes, ranks)
+        return replicas.launch_nodes_here(recipe, nodes, ranks)
     return launch(recipe, ranks, quiet=quiet)
 
 

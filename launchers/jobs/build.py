@@ -83,12 +83,8 @@ def build_model(recipe: Recipe, vocab_size: int, facts: DataFacts | None = None)
     """Return the model on the meta device; raises RecipeError if the data needs more tokens or positions."""
     model = _model(recipe, recipe.model, vocab_size, facts or DataFacts())
     if recipe.dtype != "float32":
-        fp32 = {
-            id(parameter)
-            for pattern in registry.layout_for(model).fp32
-            for _, child in find_modules(model, pattern)
-            for parameter in child.parameters()
-        }
+        exact = (child for name in registry.layout_for(model).fp32 for _, child in find_modules(model, name))
+        fp32 = {id(parameter) for child in exact for parameter in child.parameters()}
         for parameter in model.parameters():  # not module.to(), which also rounds buffers, such as RoPE's frequencies
             if id(parameter) not in fp32:
                 parameter.data = parameter.data.to(getattr(torch, recipe.dtype))

@@ -25,13 +25,8 @@ from meshpar.training.text import STDLIB, SUFFIXES, Reading, TextSource
 from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, byte_tokenizer, load_tokenizer
 from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 
-_BEFORE: dict[str, Any] = {
-    "data.documents": "joined",
-    "data.packing": "cut",
-    "data.template": None,
-    "data.mix": [],
-    "data.bad_rows": "refuse",
-}
+_BEFORE: dict[str, Any] = {"data.documents": "joined", "data.packing": "cut", "data.bad_rows": "refuse"}
+_BEFORE |= {"data.template": None, "data.mix": []}
 """Settings of runs that were saved before there was a choice."""
 _ORIGIN = (
     *("source", "tokenizer", "eos", "sequence_length", "target_length", "field", "target_field", "label_field"),
@@ -248,11 +243,8 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
         elif part.source not in ("stdlib", "dataset") and part.paths != (STDLIB,):
             files += TextSource(inputs=part.paths, suffixes=SUFFIXES.get(part.source, ())).files()
     stats = {str(path): path.stat() for path in files}
-    return {
-        "settings": settings,
-        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-        "batch": batch,
-    }
+    sizes = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+    return {"settings": settings, "files": sizes, "batch": batch}
 
 
 def same_but_documents(fingerprint: str, now: SampleSet) -> bool:

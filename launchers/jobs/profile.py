@@ -90,10 +90,8 @@ class Page:
         yield self._row("gaps: nothing computed, sent or read", times.idle)
         for axis, seconds in times.communication.items():
             hidden = 1 - times.exposed[axis] / seconds if seconds else 1.0
-            yield (
-                f"\nCollectives of {axis}: {seconds / self.steps * 1e3:,.1f} ms a step, {hidden:.0%} of it behind "
-                "compute."
-            )
+            each = f"{seconds / self.steps * 1e3:,.1f} ms a step"
+            yield f"\nCollectives of {axis}: {each}, {hidden:.0%} of it behind compute."
         yield ""
         yield "| rank | ms a step | waiting for data, ms | peak memory, MiB |"
         yield "|---|---:|---:|---:|"
@@ -230,12 +228,9 @@ class Profiled:
     def _traced(self, batches: Iterator[list[TensorBatch]]) -> Iterator[list[TensorBatch]]:
         device = self._par.device
         gpu = device.type == "cuda"
-        tracer = (
-            profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])])
-            if dist.get_rank() == 0
-            else None
-        )
-        if tracer is not None:
+        tracer: profile | None = None
+        if dist.get_rank() == 0:
+            tracer = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])])
             tracer.start()
         start = time.perf_counter()
         try:
@@ -245,8 +240,11 @@ class Profiled:
                 torch.cuda.synchronize(device)
             seconds = time.perf_counter() - start
         finally:
+            # Record nothing more: torch writes the end of an exchange in flight into events whose memory a stop frees.
+            # All kinds at once: torch warns of a part of them, whatever the machine has.
             if tracer is not None:
-                _pause(tracer)
+                kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU]
+                tracer.toggle_collection_dynamic(False, kinds)
         axes = {group_title(group): axis for axis, group in self._par.groups()}
         threads = {number: axes.get(title, "") for number, title in gloo_threads().items()}
         ranks: list[Any] = [None] * dist.get_world_size()
@@ -315,19 +313,10 @@ class Profiled:
             kib = (self._folder / SNAPSHOT).stat().st_size >> 10
             files |= {SNAPSHOT: f"{kib} KiB, opens in https://pytorch.org/memory_viz"}
         title = f"{self._par.plan} on {len(ranks)} ranks ({self._par.device.type})"
-        where = (
-            f"`{SNAPSHOT}` shows it"
-            if SNAPSHOT in files
-            else "compiled blocks do not show it; `meshpar plan` forecasts it"
-        )
+        unseen = "compiled blocks do not show it; `meshpar plan` forecasts it"
+        where = f"`{SNAPSHOT}` shows it" if SNAPSHOT in files else unseen
         page = Page(title=title, steps=STEPS, times=times, ranks=ranks, holders=holders, unseen=where, files=files)
         write_durably(self._folder / SUMMARY, str(page))
-
-
-def _pause(tracer: profile) -> None:
-    """Record nothing more: torch writes the end of an exchange in flight into events whose memory a stop would free."""
-    # All kinds at once: torch warns of a part of them, whatever the machine has.
-    tracer.toggle_collection_dynamic(False, [ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU])
 
 
 def at_the_peak(held: Mapping[str, int], phases: tuple[Phase, ...]) -> dict[str, int]:
