@@ -1,7 +1,4 @@
-"""Write a model as one GGUF file for llama.cpp, tile by tile, by the package ``gguf``.
-
-The order of rows of each architecture follows ``conversion/`` of ggml-org/llama.cpp (release b9600).
-"""
+"""Write a model as one GGUF file, tile by tile, with rows in the order of ``conversion/`` of llama.cpp (b9600)."""
 
 from __future__ import annotations
 

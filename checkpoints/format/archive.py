@@ -1,7 +1,6 @@
-"""One tensor as ``torch.save`` writes it, a zip archive: write and sum it, find its payload, read its pickles.
+"""One tensor as ``torch.save`` writes it, a zip archive: written, found, and read without running code of its pickles.
 
-A ``.distcp`` file is a sequence of such archives, of lengths that are multiples of ``ALIGNMENT``. Pickles run no code:
-every global is looked up in an allow-list of plain stand-ins. Sections of APPNOTE.TXT, zip's format, are in brackets.
+A ``.distcp`` file is a sequence of such archives, each of a multiple of ``ALIGNMENT``. [n]: sections of APPNOTE.TXT.
 """
 
 from __future__ import annotations

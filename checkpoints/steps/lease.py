@@ -19,10 +19,7 @@ LEASE_NAME = ".writer"
 
 @final
 class Lease:
-    """A file in a folder that names the holder, and counts every ``beat_s`` seconds while the holder lives.
-
-    A holder on another host is dead if its count has not risen for ``dead_s`` seconds, by this host's clock.
-    """
+    """A file that names a folder's holder, who is dead where its count does not rise for ``dead_s`` seconds."""
 
     def __init__(self, folder: PlaceLike, *, beat_s: float = 5.0, dead_s: float = 30.0) -> None:
         self._path, self._beat_s, self._dead_s = place(folder).absolute() / LEASE_NAME, beat_s, dead_s

@@ -112,12 +112,8 @@ def optimizers_of(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
     if isinstance(given, torch.optim.Optimizer):
         return {"": given}
     named = dict(given) if isinstance(given, Mapping) else {}
-    odd = [
-        name
-        for name, value in named.items()
-        if not (isinstance(name, str) and isinstance(value, torch.optim.Optimizer))
-    ]
-    if odd or not named:
+    fits = [isinstance(name, str) and isinstance(value, torch.optim.Optimizer) for name, value in named.items()]
+    if not fits or not all(fits):
         raise CheckpointError(
             f"optimizer is a {type(given).__name__}; expected a torch.optim.Optimizer, or several by name: "
             '{"muon": muon, "adamw": adamw}'

@@ -1,12 +1,4 @@
-"""The folder of a run's checkpoints: commit, find, retain and delete steps; ``LATEST`` names the newest.
-
-On a disk a step is written to ``step-00000012.tmp-<host>-<pid>-<id>`` and renamed to ``step-00000012`` once it is
-complete and on the disk. A step that is being replaced is called ``step-00000012.old-...`` until the new one has its
-name, and is read from there. ``latest`` is a link to the newest step.
-
-An object store renames nothing: the files of a save stay in ``step-00000012/step-00000012.tmp-...``, and
-``step-00000012/meshpar.json``, created last and only if it is absent (or still the one to be replaced), names them.
-"""
+"""The folder of a run's checkpoints: commit, find, retain and delete steps; ``LATEST`` names the newest."""
 
 from __future__ import annotations
 
@@ -64,6 +56,8 @@ def warn_only(what: str) -> Iterator[None]:
         _log.warning("%s: %s", what, error)
 
 
+# A step is written to ``step-00000012.tmp-<host>-<pid>-<id>`` and renamed to ``step-00000012`` once it is on the disk.
+# One that is being replaced is ``step-00000012.old-...``, and is read from there, until the new one has its name.
 @final
 class Renaming:
     """Commit by a new name: on a disk. :class:`Conditional` has the same verbs."""
@@ -141,6 +135,8 @@ class Renaming:
         return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
+# The files of a save stay in ``step-00000012/step-00000012.tmp-...``; ``step-00000012/meshpar.json``, created last and
+# only if it is absent, or still the one to be replaced, names them.
 @final
 class Conditional:
     """Commit by a manifest that is created on a condition: in a store."""
@@ -335,10 +331,7 @@ class Steps:
         return True
 
     def reap(self, *, sole_writer: bool = False) -> None:
-        """Delete leftovers of dead processes; a step whose process died while replacing it gets its name back.
-
-        Those of other hosts are dead for the ``sole_writer`` of the run, rank 0; else after six hours without a change.
-        """
+        """Delete leftovers of dead processes, of other hosts for the ``sole_writer``, or after six hours at rest."""
         for step, dead in self._leftovers():
             # A writer in a store that only seemed dead could commit what was deleted: on another host its files stay
             # for longer.

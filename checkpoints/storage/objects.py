@@ -83,11 +83,7 @@ class ObjectPath:
     def resolve(self) -> ObjectPath:
         return self
 
-    def absolute(self) -> ObjectPath:
-        return self
-
-    def expanduser(self) -> ObjectPath:
-        return self
+    absolute = expanduser = resolve
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()
