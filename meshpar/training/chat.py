@@ -40,11 +40,7 @@ QUESTION = "What does this function do?\n\n{code}"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSource:
-    """Conversations, in the same order on every rank, of records in one of ``_FORMS``.
-
-    ``inputs`` are tables, folders and globs, or ``stdlib`` alone: a question about every documented function of the
-    standard library, with the first sentence of its docstring as the answer.
-    """
+    """Conversations, in the same order on every rank; of ``stdlib``, a question about each documented function."""
 
     inputs: tuple[str, ...]
     template: ChatTemplate

@@ -64,9 +64,7 @@ class LoaderSettings:
 @final
 @dataclass
 class OrderedBatches:
-    """The indices of one data rank's micro-batches to the end of the epoch, as a batch sampler: one micro-batch of all
-    ranks is consecutive samples of the step, so that it has the same samples on any mesh.
-    """
+    """A data rank's indices to the epoch's end; one micro-batch of all ranks has the same samples on any mesh."""
 
     samples: int
     micro_batch: int

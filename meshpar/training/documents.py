@@ -48,11 +48,8 @@ def untaken(module: nn.Module) -> str:
 
 @torch.no_grad()
 def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, length: int) -> None:
-    """Raise MeshparError if documents of a row see each other, or one is computed otherwise than alone. Collective.
-
-    A row of two documents runs with another first document, and in the other order; how far the second one's output
-    moves is measured against a row that is one text. ``length``: tokens of a sample, which the model has room for.
-    """
+    """Raise MeshparError if documents of a row see each other, or one is computed otherwise than alone. Collective."""
+    # How far another first document moves the output of the second is measured against a row that is one text.
     if not takes_positions(module):
         raise MeshparError(untaken(module))
     layout = par.layout if module is par.module else layout_for(module)

@@ -49,12 +49,7 @@ _NO_CODE = "pydoc_data"  # the text of pydoc's help pages
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSource:
-    """Distinct records, in the same order on every rank.
-
-    ``inputs`` are tables, folders and globs, or ``stdlib`` alone: pairs of documented functions and the first sentences
-    of their docstrings, or lines of code labelled with their module. ``field`` and ``output_field`` are keys of a
-    record.
-    """
+    """Distinct records, in the same order on every rank, of tables or of ``stdlib``; fields are keys of a record."""
 
     inputs: tuple[str, ...]
     kind: Literal["pairs", "labels"]
@@ -225,10 +220,7 @@ def prepare_examples(
     validation_fraction: float = 0.0,
     seed: int = 0,
 ) -> ExampleSplit:
-    """Tokenize records once and return their files. Every rank may call it; later runs find the files in ``cache``.
-
-    ``validation``: separate records; or ``validation_fraction``: this part of the source's, chosen by ``seed``.
-    """
+    """Tokenize records once; ``validation``: separate records, or a part of the source's, chosen by ``seed``."""
     parts = (source.fingerprint(), None if validation is None else validation.fingerprint(), tokenizer.fingerprint())
     key = hashlib.sha256(repr((_FORMAT, parts, source.kind, validation_fraction, seed)).encode()).hexdigest()[:16]
 

@@ -225,11 +225,7 @@ def plain_name(name: str) -> str:
 
 @final
 class Rendezvous:
-    """This replica at the lighthouse, and its group with the others. Every method but :meth:`alive` is collective.
-
-    ``first``: it led the last quorum; ``term``: how often it came to lead; ``quorum`` None: the next step needs
-    another.
-    """
+    """This replica at the lighthouse, and its group with the others. Every method but :meth:`alive` is collective."""
 
     def __init__(
         self, lighthouse: str | None, name: str | None, replicas: int | None, patience_s: float, wait_s: float
@@ -243,10 +239,11 @@ class Rendezvous:
         while entered is None:  # in slices, for each of which the other ranks of the replica wait
             entered = self.ranks.tell(lambda: self._enter(lighthouse or lighthouse_address(), name or launched, until))
         self.name: str = entered
-        self.quorum: Quorum | None = None
+        self.quorum: Quorum | None = None  # None: the next step needs another
         self._group: tuple[Peers, Division] | None = None
         self._compared = False  # the states of its members
         self._failures, self._tries = 0, 0
+        # whether it led the last quorum, and how often it came to lead
         self.longest_s, self.first, self.term = 0.0, False, 0
         self.waits_since = time.monotonic()
 

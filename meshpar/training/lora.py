@@ -112,10 +112,7 @@ def config_of(settings: LoRA, targets: str | list[str], **others: Any) -> Any:  
 
 @final
 class PackedAdapter(nn.Module):
-    """Adapters on one packed weight of the module below, with the names and shapes of peft's ``ParamWrapper``.
-
-    That module computes with ``W + alpha / rank * B @ A`` of the part of W that a rank has.
-    """
+    """Adapters on a packed weight, as peft's ``ParamWrapper``: the module below computes with ``W + scale * B @ A``."""
 
     def __init__(self, built: nn.Module) -> None:
         super().__init__()

@@ -256,10 +256,7 @@ class Meter:
         self._start += time.perf_counter() - start
 
     def begin(self, numbers: Mapping[str, float], more: Mapping[str, torch.Tensor]) -> None:
-        """Sum the ranks' values since the last report, and start their copy to the host. Collective: one all-reduce.
-
-        ``numbers``: further ones of the record; ``more``: scalars that are equal on every rank, to read with the sums.
-        """
+        """Sum the ranks' values, and copy them to the host with ``more``, equal on every rank. Collective."""
         par, widths = self._par, {name: total.numel() for name, total in self._sums.items()}
         count = sum(widths.values())
         vector = torch.zeros(1 + count + par.loss_size, dtype=self._dtype, device=par.device)

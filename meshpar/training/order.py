@@ -19,11 +19,8 @@ _RATIO = 1e9
 
 
 def permute(places: np.ndarray, count: int, key: int) -> np.ndarray:
-    """Return the sample of each of ``places`` (int64) in a permutation of ``count`` samples, which ``key`` selects.
-
-    A Feistel network over the next power of four, walked until the value is in range (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002). Integer arithmetic alone: the same on every machine and in every numpy.
-    """
+    """Return the sample of each of ``places`` (int64) in a permutation of ``count`` samples, which ``key`` selects."""
+    # A Feistel network over the next power of four, walked until the value is in range (Black and Rogaway, 2002).
     numpy = need("numpy")
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
     keys = _mix(numpy.arange(1, _ROUNDS + 1, dtype=numpy.uint64) + _mix(numpy.array([key], dtype=numpy.uint64))[0])
@@ -74,11 +71,10 @@ def weights_problem(weights: Sequence[float]) -> str:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleave:
-    """The order in which samples of several sources are taken by weight; ``epochs`` None: a source repeats without end.
+    """The order of samples of several sources, taken by weight; ``epochs`` None: a source repeats without end."""
 
-    Sample k of a source is due at ``(k + 1/2) / weight``: each of n sources has its share at every place to within (n +
-    1) / 2 samples (the method of Webster and Sainte-Lague for seats). The whole state is the counts of samples.
-    """
+    # Sample k of a source is due at (k + 1/2) / weight (Webster and Sainte-Lague's method for seats): each of n
+    # sources has its share at every place to within (n + 1) / 2 samples.
 
     sizes: tuple[int, ...]
     weights: tuple[float, ...]
@@ -144,12 +140,8 @@ class Fitted:
 
 
 def best_fit(document_ends: np.ndarray, length: int) -> Fitted:
-    """Pack documents (which end at ``document_ends``) into samples of ``length`` inputs, the longest first, by best
-    fit.
-
-    The idea is that of Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830. A document of m
-    ids has m - 1 inputs, because nothing follows its last id. Longer ones are cut into full samples and a rest.
-    """
+    """Pack documents into samples of ``length`` inputs, longest first, by best fit (Ding et al., arXiv 2404.10830)."""
+    # Nothing follows the last id of a document, so m ids have m - 1 inputs. Longer ones are cut into full samples.
     numpy = need("numpy")
     begins = numpy.concatenate([[0], document_ends[:-1]]).astype(numpy.int64)
     inputs = document_ends - begins - 1

@@ -36,10 +36,7 @@ _NORMS, _LEAST_NORMS = 100, 20  # of the median, from which a spike is told
 
 @final
 class BatchLosses:
-    """Compute summed losses of batches, which it copies to the device.
-
-    A GPU copies on a separate stream, so the copy of a step's batch overlaps with the step before (from pinned memory).
-    """
+    """Compute summed losses of batches, which a GPU copies on a stream of its own during the step before."""
 
     def __init__(self, objective: Objective, device: torch.device) -> None:
         self.objective, self._device = objective, device

@@ -38,12 +38,9 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A chat template in Jinja, as tokenizers of transformers have them.
+    """A chat template in Jinja; an answer is a ``{% generation %}`` block, or without any is found by rendering."""
 
-    Its ``{% generation %}`` blocks are what the assistant wrote; without them each turn is found by rendering.
-    ``special``: the tokens that it writes; ``end``: the one that ends a turn; ``variables``: ``bos_token`` and the
-    like.
-    """
+    # ``special``: tokens that it writes; ``end``: the one that ends a turn; ``variables``: ``bos_token`` and the like.
 
     text: str
     special: tuple[str, ...] = ()

@@ -122,10 +122,7 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
 def records_of(
     path: Path, columns: Sequence[str] | None = None, reading: Reading | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the number and value of each record; memory stays bounded. Raises RecipeError for a line that is none.
-
-    ``columns``: those of Parquet or Arrow to read (None: all); ``reading`` notes the others, and skips bad lines.
-    """
+    """Yield the number and value of each record, some in memory at a time; of Parquet and Arrow only ``columns``."""
     reading = reading or Reading()
     if kind_of(path) in UNPLAIN:
         records: Iterator[tuple[int, Any]] = _arrow_rows(path, columns, reading)
@@ -290,11 +287,9 @@ _NOT_SOURCE = re.compile(r"(test|tests|idle_test|encodings|site-packages|dist-pa
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSource:
-    """Text as documents, in the same order on every rank.
+    """Text as documents, in the same order on every rank, of files, globs, folders or ``stdlib``."""
 
-    ``inputs`` are files, globs, folders or ``stdlib``, the source of Python's standard library without its tests and
-    code tables; ``separator`` divides a file of text into documents; ``suffixes`` are those of the files to read.
-    """
+    # ``separator`` divides a file of text into documents; ``suffixes`` are those of the files to read.
 
     inputs: tuple[str, ...]
     field: str = "text"

@@ -170,11 +170,7 @@ def prepare_tokenizer(
     eos: str | None = None,
     template: str | None = None,
 ) -> TextTokenizer:
-    """Return the tokenizer called ``name``, the same on every rank: ``bytes``, ``bpe`` or a folder with
-    ``tokenizer.json``.
-
-    A BPE is trained on ``sources`` and stored in ``cache``; each of ``special`` is one token of it.
-    """
+    """Return ``bytes``, ``bpe``, trained once on ``sources``, or a folder's tokenizer, the same on every rank."""
     if name == "bytes":
         return byte_tokenizer(template)
     if name != "bpe":
@@ -206,10 +202,7 @@ def prepare_tokens(
     validation_fraction: float = 0.0,
     seed: int = 0,
 ) -> TokenSplit:
-    """Tokenize text once and return its token files. Every rank may call it; later runs find the files in ``cache``.
-
-    ``validation``: separate text; or ``validation_fraction``: this part of the source's documents, chosen by ``seed``.
-    """
+    """Tokenize text once, on any rank; ``validation``: separate text, or a part of the source's, chosen by ``seed``."""
     whole = _tokenize_once(source, tokenizer, Path(cache))
     if validation is not None:
         return TokenSplit(train=whole, validation=_tokenize_once(validation, tokenizer, Path(cache)))

@@ -64,12 +64,10 @@ def _restored_process() -> Iterator[None]:
 
 @final
 class SideWork:
-    """Run work beside the training of which each rank hears how it goes on the others; ``failures``: a line for each
-    rank.
+    """Run work beside the training, of which each rank hears how it goes on the others; ``failures``: a line a rank."""
 
-    ``in_step``: ranks meet before each call of ``module``; ``moved``: called while the work goes on; ``before_exit``:
-    called before this process ends in the middle of work that a stop request does not end.
-    """
+    # ``in_step``: ranks meet before each call of ``module``; ``moved``: called while the work goes on; ``before_exit``:
+    # called before this process ends in the middle of work that a stop request does not end.
 
     def __init__(
         self,
@@ -89,11 +87,8 @@ class SideWork:
         self.failures: list[str] = []
 
     def run(self, name: str, act: Callable[[], T], within: AbstractContextManager[object]) -> T | None:
-        """Return the result of ``act``; None where it failed on a rank, or where a stop request ended it. Collective.
-
-        ``act`` may be interrupted anywhere, and what enters and leaves ``within`` is not. Raises MeshparError where
-        this rank failed, and the others do not come, because they wait for it in an exchange.
-        """
+        """Return the result of ``act``; None where it failed on a rank, or a stop request ended it. Collective."""
+        # ``act`` may be interrupted anywhere, and what enters and leaves ``within`` is not.
         self._called, self._left, self.failures, self._lost = time.monotonic(), False, [], ""
         result: T | None = None
         error: BaseException | None = None
@@ -191,10 +186,9 @@ class SideWork:
 
 @final
 class Validations:
-    """Validate and evaluate the model, with the values of ``weights``, and publish the numbers.
+    """Validate and evaluate the model, with the values of ``weights``, and publish the numbers."""
 
-    ``owes``: prefixes of the numbers that the last step still has to get; ``moves``: signs of progress for a watchdog.
-    """
+    # ``owes``: prefixes of numbers that the last step still has to get; ``moves``: signs of progress for a watchdog.
 
     def __init__(
         self,
