@@ -205,7 +205,7 @@ def _wrap(case: Case, model: Any, blocks: list[Any], backend: str, device: Any, 
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from meshpar._torch.recompute import ignore_profiler_marks
+    from meshpar._torch.autograd import ignore_profiler_marks
     from meshpar.passes.recompute import _selective_contexts
 
     ignore_profiler_marks()

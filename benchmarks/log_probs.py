@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 from meshpar import chunked_token_loss
-from meshpar.losses.log_probs import token_log_probs
+from meshpar.losses.chunked import token_log_probs
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]

@@ -24,8 +24,7 @@ from meshpar.core.resolved import Resolved, resolve, run_passes
 from meshpar.exchange.ranks import next_number
 from meshpar.guards.attach import make_run
 from meshpar.parallelized import Parallelized
-from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms
-from meshpar.passes.prepare import prepare
+from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms, prepare
 from meshpar.state.description import Description, describe
 from meshpar.state.initialize import check_weights
 from meshpar.step.moment import Guarded

@@ -43,7 +43,7 @@ FIRST = (
     "test_slurm.py",  # mostly waits for processes of its own
     *("test_architectures.py", "test_replicas.py", "test_watchdog.py", "test_strangers.py"),
     *("test_forecast.py", "test_parity.py", "positions/test_parallel.py", "experts/test_parallel.py", "test_passes.py"),
-    *("test_cycle.py", "test_replica_shards.py", "pipeline/test_parallel.py", "test_loops.py"),
+    *("test_cycle.py", "test_unit_collectives.py", "pipeline/test_parallel.py", "test_loops.py"),
     *("test_memory.py", "test_traps.py", "test_training.py", "test_nccl.py", "test_split.py"),
     *("test_lora.py", "test_muon.py", "test_batch_norm.py", "test_published.py", "test_own.py"),
     *("test_plugins.py", "test_planned.py", "test_guide.py", "test_house.py", "test_extras.py"),

@@ -19,7 +19,7 @@ from meshpar.forecasting.report import Forecast, feedback
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
-from meshpar.passes.elsewhere import all_parameters
+from meshpar.passes.pipeline.portion import all_parameters
 from meshpar.training.elastic import Replicas
 from meshpar.training.lighthouse import this_replica
 from meshpar.training.loop import Trainer

@@ -1,4 +1,4 @@
-"""Detect a backward that runs, and call hooks before every backward.
+"""Detect a backward that runs, call hooks before every backward, and recompute in a backward.
 
 - ``part_here``: before torch 2.13 the gradient of a DTensor's part has no gradient itself.
 - ``check_backwards``, ``check_norms_of``: ``torch.autograd.grad``, ``backward`` and ``torch.nn.utils.clip_grad_norm_``
@@ -6,6 +6,10 @@
 - ``next_node``: autograd's number of its next node, by which units know their own; without a public form.
 - ``StorageWeakRef``: tells whose memory a saved tensor is, and does not keep it; not documented.
 - ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
+- ``checkpoint``: private, with no public form that keeps parameter names (pytorch/pytorch#87664). Its ``_no_hook`` can
+  be entered once; a second backward through one forward enters it once more, so that ours takes its place.
+- ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
+- ``in_checkpoint``: whose hooks on saved tensors are in force.
 """
 
 from __future__ import annotations
@@ -13,20 +17,29 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
+import torch.utils.checkpoint
+from torch import nn
 from torch.autograd.graph import Node as Node
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed._composable import checkpoint_activation
+from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from meshpar._torch import BEFORE_2_13
-from meshpar._torch.patches import Undo, set_attribute, undo_all
-from meshpar._torch.pytree import tree_leaves
+from meshpar._torch.calls import Undo, set_attribute, undo_all
+from meshpar._torch.tensors import tree_leaves
+
+__all__ = ["checkpoint", "ignore_profiler_marks", "in_checkpoint", "recompute_again", "set_recomputed", "unseen"]
 
 
-class _Part(torch.autograd.Function):
+class _PartHere(torch.autograd.Function):
     """Return the part of a DTensor here, whose gradient has a gradient, which torch before 2.13 cuts off."""
 
     @staticmethod
@@ -42,7 +55,7 @@ class _Part(torch.autograd.Function):
 
 def part_here(whole: DTensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, as autograd knows it."""
-    return _Part.apply(whole) if BEFORE_2_13 else whole.to_local()  # type: ignore[no-any-return]
+    return _PartHere.apply(whole) if BEFORE_2_13 else whole.to_local()  # type: ignore[no-any-return]
 
 
 keep_version: Any = torch.autograd._unsafe_preserve_version_counter
@@ -108,3 +121,63 @@ def at_end_of_backward(run: Callable[[], None]) -> None:
     """Run something when the backward that runs now is through; after what was asked for earlier."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(run)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def ignore_profiler_marks() -> Undo:
+    """Let selective recomputation ignore profiler marks, which FSDP2 makes in a recomputation alone."""
+    profiler, ignored = torch.ops.profiler, torch.utils.checkpoint.SAC_IGNORED_OPS
+    marks = {profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction}
+    return set_attribute(torch.utils.checkpoint, "SAC_IGNORED_OPS", ignored | marks)
+
+
+@final
+class _WithoutHook:
+    """A module's recomputation, whose own hooks would recompute inside of it."""
+
+    def __init__(self, module: nn.Module, inner: AbstractContextManager[Any] | None = None) -> None:
+        self._state: Any = checkpoint.state(module)
+        self._inner = nullcontext() if inner is None else inner
+
+    def __enter__(self) -> None:
+        self._state.enable_hook = False
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._state.enable_hook = True
+        self._inner.__exit__(*error)
+
+
+def recompute_again() -> Undo:
+    """Let a module under :func:`checkpoint` be recomputed in each of several backwards through one forward."""
+    return set_attribute(checkpoint_activation, "_no_hook", _WithoutHook)
+
+
+def unseen(inner: Callable[P, R]) -> Callable[P, R]:
+    """Let selective recomputation, which requires the same operators each time, not see what a function computes."""
+
+    @functools.wraps(inner)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+            with _pop_mode_temporarily():
+                return inner(*args, **kwargs)
+        return inner(*args, **kwargs)
+
+    return run
+
+
+def set_recomputed(module: nn.Module, recomputed: bool) -> None:
+    """Let a module under :func:`checkpoint` be recomputed, or not for a while; others stay as they are."""
+    with suppress(AssertionError, AttributeError):
+        state: Any = checkpoint.state(module)
+        state.enable_hook = recomputed
+
+
+def in_checkpoint() -> bool:
+    """Return whether the code that runs is inside of ``torch.utils.checkpoint``, and not yet recomputed."""
+    # torch has no types for it
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")

@@ -1,4 +1,6 @@
-"""Calls of modules and functions, beside the compiler.
+"""Calls of modules and functions, beside the compiler, and changes of torch for the whole process.
+
+Such a change lasts as long as a parallel module that needs it.
 
 - ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, torch's own form at the first call.
 - ``as_one_operator``: an option of the compiler, which older releases lack; torch has no public list of its options.
@@ -12,17 +14,88 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast, final
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.nn.utils import stateless
 from torch.utils import _python_dispatch
 
-from meshpar._torch.patches import Undo, set_attribute
+Undo = Callable[[], bool]
+"""Undoes a change; returns False where it cannot be undone now. The garbage collector may call it anywhere."""
+
+
+def set_attribute(owner: object, name: str, value: object) -> Undo:
+    """Set an attribute; undoing it leaves what others set since alone."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+
+    def undo() -> bool:
+        if getattr(owner, name) is value:
+            setattr(owner, name, before)
+        return True
+
+    return undo
+
+
+def undo_all(changes: Sequence[Undo]) -> Undo:
+    """Undo several changes, those that are added later, too: every one, also where one cannot be undone now."""
+
+    def undo() -> bool:
+        undone = [change() for change in changes]
+        return all(undone)
+
+    return undo
+
+
+@final
+@dataclass(slots=True)
+class _TorchChange:
+    """A change, those that need it, and what undoes it; None where it is not made."""
+
+    needed_by: set[object] = field(default_factory=set)
+    undo: Undo | None = None
+
+
+_CHANGES: dict[str, _TorchChange] = {}
+
+
+def while_lives(owner: object, name: str, make: Callable[[], Undo]) -> None:
+    """Change torch by ``make``, unless ``name`` is changed already; undo it when the last ``owner`` is gone."""
+    change, mark = _CHANGES.setdefault(name, _TorchChange()), object()
+    change.needed_by.add(mark)
+    if change.undo is None:
+        change.undo = make()
+    weakref.finalize(owner, _leave, change, mark).atexit = False
+
+
+def _leave(change: _TorchChange, mark: object) -> None:
+    change.needed_by.discard(mark)
+    if change.needed_by or change.undo is None:
+        return
+    if change.undo():
+        change.undo = None
+    else:
+        _Later(change, mark)
+
+
+@final
+class _Later:
+    """Garbage by its making, so that the next collection tries once more."""
+
+    def __init__(self, change: _TorchChange, mark: object) -> None:
+        self._change, self._mark, self._myself = change, mark, self
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            _leave(self._change, self._mark)
+
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, placement_types
 
 from meshpar._torch import BEFORE_2_13
 from meshpar._torch.autograd import in_backward
-from meshpar._torch.patches import Undo, undo_all
+from meshpar._torch.calls import Undo, undo_all
 
 StridedShard = placement_types._StridedShard
 

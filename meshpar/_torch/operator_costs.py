@@ -9,31 +9,26 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from meshpar._torch.pytree import tensor_leaves
+from meshpar._torch.tensors import tensor_leaves
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
 functional = torch.ops._c10d_functional
 
-COLLECTIVES: dict[Any, str] = {
-    c10d._allgather_base_.default: "all_gather",
-    c10d.allgather_.default: "all_gather",
-    functional.all_gather_into_tensor.default: "all_gather",
-    functional.all_gather_into_tensor_out.default: "all_gather",
-    c10d._reduce_scatter_base_.default: "reduce_scatter",
-    c10d.reduce_scatter_.default: "reduce_scatter",
-    functional.reduce_scatter_tensor.default: "reduce_scatter",
-    c10d.allreduce_.default: "all_reduce",
-    functional.all_reduce.default: "all_reduce",
-    functional.all_reduce_.default: "all_reduce",
-    c10d.alltoall_base_.default: "all_to_all",
-    functional.all_to_all_single.default: "all_to_all",
-    c10d.broadcast_.default: "broadcast",
-    functional.broadcast.default: "broadcast",
-    c10d.barrier.default: "barrier",
-    c10d.send.default: "send",
-    c10d.recv_.default: "recv",
+_BY_KIND = {
+    "all_gather": [
+        *(c10d._allgather_base_, c10d.allgather_),
+        *(functional.all_gather_into_tensor, functional.all_gather_into_tensor_out),
+    ],
+    "reduce_scatter": [c10d._reduce_scatter_base_, c10d.reduce_scatter_, functional.reduce_scatter_tensor],
+    "all_reduce": [c10d.allreduce_, functional.all_reduce, functional.all_reduce_],
+    "all_to_all": [c10d.alltoall_base_, functional.all_to_all_single],
+    "broadcast": [c10d.broadcast_, functional.broadcast],
+    "barrier": [c10d.barrier],
+    "send": [c10d.send],
+    "recv": [c10d.recv_],
 }
+COLLECTIVES: dict[Any, str] = {operator.default: kind for kind, every in _BY_KIND.items() for operator in every}
 """Operators that cross the network. The recorder refuses one that looks like one and is not here."""
 
 FLOAT8 = "float8"
@@ -55,13 +50,8 @@ def is_view(func: Any) -> bool:
     """Tell operators that make no tensor of their own: views, and questions about tensors."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     aliased = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-    return aliased or func._schema.name in (
-        "prim::device",
-        "aten::is_same_size",
-        "aten::_unsafe_view",
-        "aten::is_pinned",
-        "aten::detach",
-    )
+    asks = ("prim::device", "aten::is_same_size", "aten::_unsafe_view", "aten::is_pinned", "aten::detach")
+    return aliased or func._schema.name in asks
 
 
 def name_of(func: Any) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from meshpar._torch.patches import Undo, set_attribute, undo_all
+from meshpar._torch.calls import Undo, set_attribute, undo_all
 
 
 def before_steps(run: Callable[..., Any]) -> Undo:

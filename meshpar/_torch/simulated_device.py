@@ -1,6 +1,12 @@
-"""A device that is written in Python, and what torch runs too often or too early on it.
+"""Tensors without values, ranks without peers, modes that see each operator, and a device that is written in Python.
 
-Only the simulation's own process calls these, but for :func:`hidden_propagation`.
+- ``FakeTensorMode`` and its errors, ``TorchDispatchMode``: used throughout torch's documentation, and private
+  (pytorch/pytorch#75478).
+- ``without_functions``: a subclass's ``__torch_function__`` is not asked; private without a public form.
+- ``fake_store``: the store of the fake process group, which torch has for its own tests.
+- ``grouped_mm_shape``, ``groups_of_any_dtype``: torch knows shapes of grouped products of bfloat16 alone.
+
+The rest is called by the simulation's own process alone, but for :func:`hidden_propagation`:
 
 - ``_setup_privateuseone_for_python_backend``: streams written in Python (pytorch/pytorch#155101), until it is public.
 - ``FakeTensorMode.avoid_device_init``: ``torch.tensor(x, device=...)`` would be made on a device that does not exist.
@@ -13,20 +19,62 @@ Only the simulation's own process calls these, but for :func:`hidden_propagation
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule as DeviceModule
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from meshpar._torch.fake import FakeTensor, FakeTensorMode, fake_store, unset_fake_temporarily
-
 __all__ = ["DeviceModule", "fake_mode", "find_group", "hidden_propagation", "load_collectives", "register_device"]
+
+without_functions = torch._C.DisableTorchFunctionSubclass
+
+FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+"""Where torch warns of operators that have no kernel without values."""
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory: it is neither on the meta device nor a simulated rank's."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def fake_store() -> Any:
+    """Return what a fake process group begins with."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the backend
+
+    return FakeStore()
+
+
+def grouped_mm_shape(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return an empty result of a grouped product, of inputs of any dtype; torch's knows bfloat16 alone."""
+    from torch._meta_registrations import meta_grouped_mm
+
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    shaped = meta_grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), offs, bias)
+    return shaped.to(out_dtype or a.dtype)
+
+
+class groups_of_any_dtype(TorchDispatchMode):
+    """Let forwards without values multiply groups of any floating dtype, as devices do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        multiply = grouped_mm_shape if func is torch.ops.aten._grouped_mm.default else func
+        return multiply(*args, **kwargs or {})
 
 
 def register_device(name: str, module: object) -> None:
@@ -37,8 +85,18 @@ def register_device(name: str, module: object) -> None:
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[method-assign, assignment]
     _outside_fake_mode(DeviceMesh, "__init__", "__getitem__", "_flatten", "_concatenate")
     _outside_fake_mode(device_mesh, "init_device_mesh")
-    _make_chunks_lazy()
-    _pin_nothing()
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param
+
+    for users in (_fsdp_common, _fsdp_param, _fsdp_collectives):
+        if hasattr(users, "_chunk_with_empty"):
+            setattr(users, "_chunk_with_empty", _Chunks)  # noqa: B010
+    pin = Tensor.pin_memory
+
+    def pin_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a tensor without memory as it is."""
+        return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args, **kwargs)
+
+    Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -108,21 +166,3 @@ class _Chunks:
         chunk = -(-size // self.ranks)
         start = min(chunk * index, size)
         return self.tensor.narrow(self.dim, start, min(chunk, size - start))
-
-
-def _make_chunks_lazy() -> None:
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param
-
-    for module in (_fsdp_common, _fsdp_param, _fsdp_collectives):
-        if hasattr(module, "_chunk_with_empty"):
-            setattr(module, "_chunk_with_empty", _Chunks)  # noqa: B010
-
-
-def _pin_nothing() -> None:
-    """Let tensors without memory be pinned as they are."""
-    pin = Tensor.pin_memory
-
-    def pin_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args, **kwargs)
-
-    Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]

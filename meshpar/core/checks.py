@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from meshpar._torch.modules import gradient_hooks
+from meshpar._torch.tensors import gradient_hooks
 from meshpar.core import registry
 from meshpar.core.errors import LayoutError, MeshError, PlanError
 from meshpar.core.layout import ModelLayout

@@ -242,7 +242,7 @@ def settings(*prefixes: str) -> dict[str, str]:
 @contextmanager
 def simulated(size: int, *, as_rank: int = 0, stands_for: str = "") -> Iterator[None]:
     """Hold a fake process group of ``size`` ranks open, whose values are garbage, for devices of a type."""
-    from meshpar._torch.fake import fake_store
+    from meshpar._torch.simulated_device import fake_store
 
     if dist.is_initialized():
         raise LaunchError("a process group is open already; simulate in a process of its own")

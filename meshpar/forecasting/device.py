@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshpar._torch.fake import grouped_mm_shape
-from meshpar._torch.simulated_device import DeviceModule, register_device
+from meshpar._torch.simulated_device import DeviceModule, grouped_mm_shape, register_device
 
 NAME = "simgpu"
 _HALF = (torch.bfloat16, torch.float16)

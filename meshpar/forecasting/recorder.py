@@ -16,11 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshpar._torch.operator_costs as operators
-from meshpar._torch.fake import FakeTensor, TorchDispatchMode
-from meshpar._torch.modules import held_part, memory_of
 from meshpar._torch.operator_costs import Fusion
-from meshpar._torch.pytree import tree_leaves
-from meshpar._torch.simulated_device import find_group, hidden_propagation
+from meshpar._torch.simulated_device import FakeTensor, TorchDispatchMode, find_group, hidden_propagation
+from meshpar._torch.tensors import held_part, memory_of, tree_leaves
 from meshpar.core.errors import MeshparError
 from meshpar.forecasting.trace import Collective, Event, Kind, Phase
 

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshpar._torch.modules import held_part
-from meshpar._torch.pytree import tree_leaves
+from meshpar._torch.tensors import held_part, tree_leaves
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import find_blocks
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.trace import HELD, Trace
 from meshpar.losses.token_loss import token_loss
 from meshpar.parallelized import Parallelized
-from meshpar.passes.data.replica_shards import ReplicaShards
-from meshpar.passes.elsewhere import all_parameters
+from meshpar.passes.data.unit_collectives import ReplicaShards
+from meshpar.passes.pipeline.portion import all_parameters
 from meshpar.passes.pipeline.running import Layers
 from meshpar.step.run import fact_of
 from meshpar.tensors.placements import local_tensor

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshpar._torch.autograd import in_backward
-from meshpar._torch.modules import BatchNorm
+from meshpar._torch.tensors import BatchNorm
 from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError

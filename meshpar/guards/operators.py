@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from meshpar._torch.calls import while_lives
 from meshpar._torch.dtensor import change_attributes, change_operators
-from meshpar._torch.fake import has_values
-from meshpar._torch.patches import while_lives
-from meshpar._torch.pytree import tree_map
+from meshpar._torch.simulated_device import has_values
+from meshpar._torch.tensors import tree_map
 from meshpar.core.errors import MeshparError, ParallelError, first_line, notes
 from meshpar.exchange.ranks import same
 from meshpar.passes.tensor import random

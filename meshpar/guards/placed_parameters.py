@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from meshpar._torch.autograd import in_backward
 from meshpar._torch.calls import eager
-from meshpar._torch.modules import BatchNorm
+from meshpar._torch.tensors import BatchNorm
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.patterns import class_name
 from meshpar.exchange.ranks import Looks

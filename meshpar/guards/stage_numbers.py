@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshpar._torch.fake import without_functions
+from meshpar._torch.calls import while_lives
 from meshpar._torch.optimizers import check_empty, check_loads, check_scalers
-from meshpar._torch.patches import while_lives
-from meshpar._torch.pytree import tree_leaves
+from meshpar._torch.simulated_device import without_functions
+from meshpar._torch.tensors import tree_leaves
 from meshpar.core.errors import MeshparError
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.stand_ins import LOSS_WRITES, is_users
@@ -293,7 +293,7 @@ class StageNumbers(Guard):
 
     def check_hooked(self, tensor: Tensor) -> None:
         """Refuse a hook of gradients of a parameter that several stages have."""
-        shared = () if self._layers is None else self._layers.shared
+        shared = () if self._layers is None else self._layers.ties.shared
         if name := next((name for name in shared if self._module.get_parameter(name) is tensor), None):
             raise MeshparError(
                 f"a hook of {name} would get a part of its gradient, because several stages of pp have it and add up "

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from meshpar.core.errors import MeshparError
 from meshpar.optim.matrices import Matrices, OwnedMatrix, Owners, Place, Round, matrices_of, shares
 from meshpar.parallelized import Parallelized
-from meshpar.passes.elsewhere import first_covering
+from meshpar.passes.pipeline.portion import first_covering
 from meshpar.step.run import layout_of
 from meshpar.tensors.placements import held_by_this_rank, local_gradient, local_tensor
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import meshpar._torch.foreach as foreach
+from meshpar._torch.tensors import foreach_add_, foreach_copy_
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.optim.matrices import parameter_groups
@@ -189,7 +189,7 @@ class _Rows:
             done += len(part)
         for key, largest in () if self.largest is None else zip(_MOMENTS, self.largest):
             blocks = self.parts[key + BLOCKS]  # a rank without columns has them, too
-            foreach.copy_(blocks, largest.split([*map(len, blocks)]))
+            foreach_copy_(blocks, largest.split([*map(len, blocks)]))
 
     def _chunks(self) -> Iterator[_Chunk]:
         """Yield rows of this rank's parts a few at a time."""
@@ -222,7 +222,7 @@ class _Rows:
 
     def _write(self, key: str, chunk: _Chunk, values: Tensor) -> None:
         parts = self._of(key, chunk)
-        foreach.copy_(parts, values.unbind() if parts[0].ndim == 1 else values.split([*map(len, parts)]))
+        foreach_copy_(parts, values.unbind() if parts[0].ndim == 1 else values.split([*map(len, parts)]))
 
     def _moments(self, chunk: _Chunk) -> list[Tensor]:
         """Return the moments after this step, in float32, by operations that round once, each alone."""
@@ -284,7 +284,7 @@ class _Rows:
             done += rows.stop - rows.start
         device = self.parts["parameter"][0].device
         index = torch.arange(done, device=device).mul_(self.width).mul_(factor)
-        foreach.add_(index.split([rows.stop - rows.start for _, rows in chunk]), starts)
+        foreach_add_(index.split([rows.stop - rows.start for _, rows in chunk]), starts)
         mixed = index[:, None] + torch.arange(self.columns.start, self.columns.stop, device=device).mul_(factor)
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
             mixed = mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1)).mul_(factor)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshpar.core.patterns import class_name
-from meshpar.losses.log_probs import TokenLogProbs, token_log_probs
+from meshpar.losses.chunked import TokenLogProbs, token_log_probs
 from meshpar.parallelized.steps import TrainingSteps
 from meshpar.parallelized.weights import ModuleWeights
 from meshpar.passes.pipeline.running import Layers
@@ -100,7 +100,7 @@ class Parallelized(TrainingSteps, ModuleWeights):
             batch: the keyword arguments of the module, and ``labels`` (B, L): the token that each position predicts,
                 -100 where none counts.
             temperature: logits are divided by it.
-            options: other arguments of :func:`meshpar.losses.log_probs.token_log_probs`.
+            options: other arguments of :func:`meshpar.losses.chunked.token_log_probs`.
 
         Returns:
             ``log_probs`` and ``entropy``, (B, L) in float32.

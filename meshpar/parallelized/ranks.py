@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshpar._torch.calls import while_lives
 from meshpar._torch.groups import share_timeout
-from meshpar._torch.patches import while_lives
 from meshpar.core.passes import Pass, Role
-from meshpar.passes.data.replica_shards import ReplicaShards
+from meshpar.passes.data.unit_collectives import ReplicaShards
 from meshpar.passes.positions.parallel import positions, selected, with_positions
 from meshpar.passes.tensor import random
 from meshpar.step.calls import watch_compiled

@@ -16,7 +16,7 @@ from meshpar.core.waiting import reads_of
 from meshpar.losses.token_loss import Found as Losses
 from meshpar.losses.token_loss import Totals
 from meshpar.parallelized.ranks import ModuleOnMesh
-from meshpar.passes.elsewhere import tensors_elsewhere
+from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
 from meshpar.step.calls import compiled_form
 from meshpar.step.gathered_weights import Gathering

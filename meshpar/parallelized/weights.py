@@ -17,7 +17,7 @@ from meshpar.core.passes import Role
 from meshpar.core.waiting import reads_of
 from meshpar.exchange.rank_digests import check_replicas
 from meshpar.parallelized.ranks import ModuleOnMesh
-from meshpar.passes.data.replica_shards import ReplicaShards
+from meshpar.passes.data.unit_collectives import ReplicaShards
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay, averages_of
 from meshpar.state.full import gather_state, scatter_state

@@ -80,7 +80,17 @@ class Float8(Pass):
         if importlib.util.find_spec("torchao") is None:
             yield _NO_TORCHAO
         if not self.emulate:
-            yield from _hardware_problems(device_type)
+            remedy = "leave Float8 out, or try its arithmetic with emulate=True"
+            if device_type != "cuda" or not torch.cuda.is_available():
+                yield (
+                    "Float8 needs an NVIDIA GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), and there "
+                    f"is none here; {remedy}"
+                )
+            elif torch.cuda.get_device_capability() < _CAPABILITY:
+                got = ".".join(map(str, torch.cuda.get_device_capability()))
+                yield (
+                    f"Float8 needs compute capability 8.9 or newer; {torch.cuda.get_device_name()} has {got}; {remedy}"
+                )
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         product = _product(self.recipe, self.emulate)
@@ -107,18 +117,6 @@ class Float8(Pass):
                 if not (child.in_features % _MULTIPLE or child.out_features % _MULTIPLE):
                     layers[full] = child
         return layers
-
-
-def _hardware_problems(device_type: str) -> Iterator[str]:
-    remedy = "leave Float8 out, or try its arithmetic with emulate=True"
-    if device_type != "cuda" or not torch.cuda.is_available():
-        yield (
-            "Float8 needs an NVIDIA GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), and there is "
-            f"none here; {remedy}"
-        )
-    elif torch.cuda.get_device_capability() < _CAPABILITY:
-        got = ".".join(map(str, torch.cuda.get_device_capability()))
-        yield f"Float8 needs compute capability 8.9 or newer; {torch.cuda.get_device_name()} has {got}; {remedy}"
 
 
 def _product(recipe: str, emulate: bool) -> Any:

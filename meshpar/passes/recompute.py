@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import Context, copy_context
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, final
@@ -14,10 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshpar._torch.calls import eager
-from meshpar._torch.modules import BatchNorm, call_hooks
-from meshpar._torch.patches import while_lives
-from meshpar._torch.recompute import checkpoint, ignore_profiler_marks, in_checkpoint, recompute_again
+from meshpar._torch.autograd import checkpoint, ignore_profiler_marks, in_checkpoint, recompute_again
+from meshpar._torch.calls import eager, while_lives
+from meshpar._torch.tensors import BatchNorm, call_hooks
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
@@ -149,25 +148,16 @@ def _count_once() -> Any:
             "both the model (torch.utils.checkpoint) and the plan (ActivationCheckpoint) recompute a block, so its "
             "batch norms would count a batch less often than in one process; remove one of the two"
         )
-    return nullcontext, _recomputing
-
-
-@contextmanager
-def _recomputing() -> Iterator[None]:
-    token = RECOMPUTED.set(True)
-    try:
-        yield
-    finally:
-        RECOMPUTED.reset(token)
+    return nullcontext, partial(_with_variables, {RECOMPUTED: True})
 
 
 def _in_its_context() -> Any:
     """Let a recomputation find the forward's context variables: an accelerator's backward runs in another thread."""
-    return nullcontext, partial(_with_variables_of, copy_context())
+    return nullcontext, partial(_with_variables, copy_context())
 
 
 @contextmanager
-def _with_variables_of(context: Context) -> Iterator[None]:
+def _with_variables(context: Mapping[ContextVar[Any], Any]) -> Iterator[None]:
     tokens = [(name, name.set(value)) for name, value in context.items() if name.get(_NONE) is not value]
     try:
         yield

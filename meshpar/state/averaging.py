@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import meshpar._torch.foreach as foreach
+from meshpar._torch.tensors import foreach_lerp_
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
-from meshpar.passes.elsewhere import tensors_elsewhere
+from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.state.full import misfits
 from meshpar.step.run import run_of
 from meshpar.tensors.placements import local_tensor, placed_like, whole_tensor
@@ -242,7 +242,7 @@ def _lerp(pairs: list[tuple[Tensor, Tensor]], weight: float) -> None:
         else:
             average.lerp_(value.to(average.device, average.dtype), weight)
     for together in alike.values():
-        foreach.lerp_([average for average, _ in together], [value for _, value in together], weight)
+        foreach_lerp_([average for average, _ in together], [value for _, value in together], weight)
 
 
 @torch.no_grad()

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar._torch.autograd import check_norms_of
-from meshpar._torch.calls import check_functional_calls
+from meshpar._torch.calls import check_functional_calls, while_lives
 from meshpar._torch.dtensor import refuse_parts_as_numbers
-from meshpar._torch.patches import while_lives
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
-from meshpar.passes.elsewhere import tensors_elsewhere
+from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
 from meshpar.step.moment import Moment
 from meshpar.step.run import fact_of, run_of

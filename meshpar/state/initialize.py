@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshpar._torch.modules import persistent_buffers
+from meshpar._torch.tensors import persistent_buffers
 from meshpar.core import runtime
 from meshpar.core.errors import LayoutError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, covers, matches, suggestion, tied_names
 from meshpar.exchange.rank_digests import check_equal
-from meshpar.passes.elsewhere import tensors_elsewhere
+from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.passes.tensor import random
 from meshpar.step.run import run_of
 from meshpar.tensors.placements import held_by_this_rank, local_tensor

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from meshpar._torch.modules import memory_of
+from meshpar._torch.tensors import memory_of
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of

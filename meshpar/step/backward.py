@@ -13,8 +13,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from meshpar._torch.autograd import Node, at_end_of_backward, in_backward, next_node
-from meshpar._torch.unit_backwards import UnitRun
-from meshpar._torch.units import Units
+from meshpar._torch.units import UnitRun, Units
 from meshpar.core.errors import MeshparError
 from meshpar.step.gradients import average_outside
 from meshpar.step.moment import Forward, Moment

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshpar._torch.autograd import in_backward
-from meshpar._torch.calls import eager
-from meshpar._torch.patches import Undo
+from meshpar._torch.calls import Undo, eager
 from meshpar.core.errors import MeshparError
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")

@@ -27,7 +27,7 @@ _WRITTEN = (
 
 
 class Slices(Protocol):
-    """The slices of which replicas gather their shards once a step (``passes/data/replica_shards.py``)."""
+    """The slices of which replicas gather their shards once a step (``passes/data/unit_collectives.py``)."""
 
     def changed(self) -> None:
         """The slices may have changed: gather anew."""

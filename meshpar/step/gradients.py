@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from meshpar._torch.modules import held_part
+from meshpar._torch.tensors import held_part
 from meshpar._torch.units import Units
 from meshpar.exchange.ranks import Ranks
 from meshpar.step.moment import Moment

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshpar._torch.autograd import check_backwards, in_backward
-from meshpar._torch.calls import eager, enter_by
+from meshpar._torch.calls import eager, enter_by, while_lives
 from meshpar._torch.fsdp import gather_before_backward, is_shard
 from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
-from meshpar._torch.patches import while_lives
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.registry import layout_for

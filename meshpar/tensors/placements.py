@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-import meshpar._torch.foreach as foreach
 from meshpar._torch.dtensor import StridedShard, quiet_gathers
+from meshpar._torch.tensors import foreach_mul_, foreach_norm
 from meshpar.core.errors import MeshparError
 
 _BUCKET = 1 << 22  # elements
@@ -193,7 +193,7 @@ def clip_grad_norms_(
             for grad_device, together in by_device(grads).items():
                 if grad_device not in scales:
                     scales[grad_device] = scale.to(grad_device)
-                foreach.mul_(together, scales[grad_device])
+                foreach_mul_(together, scales[grad_device])
     return norms
 
 
@@ -247,7 +247,7 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     if not grads:
         return torch.zeros((), device=device)
     wide = torch.float64 if torch.float64 in {grad.dtype for grad in grads} else torch.float32
-    norms = [torch.stack(foreach.norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()]
+    norms = [torch.stack(foreach_norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()]
     stacked = torch.cat([norm.to(device, non_blocking=True) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 

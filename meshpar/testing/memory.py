@@ -13,9 +13,9 @@ from torch.autograd.profiler import profile
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshpar._torch.modules import memory_of
+from meshpar._torch.tensors import memory_of
 from meshpar.parallelized import Parallelized
-from meshpar.passes.data.replica_shards import ReplicaShards
+from meshpar.passes.data.unit_collectives import ReplicaShards
 from meshpar.tensors.placements import local_index, local_tensor
 
 Result = TypeVar("Result")

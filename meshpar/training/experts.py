@@ -16,7 +16,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, find_modules, matches
 from meshpar.parallelized import Parallelized
-from meshpar.passes.experts.calls import rows_in_order
+from meshpar.passes.experts.routing import rows_in_order
 from meshpar.passes.pipeline.running import Layers
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from meshpar.core.errors import brief
 from meshpar.core.runtime import peak_flops
 from meshpar.parallelized import Parallelized
-from meshpar.passes.elsewhere import all_parameters
+from meshpar.passes.pipeline.portion import all_parameters
 from meshpar.process.imports import need
 from meshpar.process.leftovers import write_durably
 from meshpar.process.signals import Lenient

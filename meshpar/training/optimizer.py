@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import meshpar._torch.foreach as foreach
+from meshpar._torch.tensors import foreach_mul_
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, RecipeError, brief
 from meshpar.core.layout import ModelLayout
@@ -25,7 +25,7 @@ from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import suggestion, tied_names
 from meshpar.optim.matrices import parameter_groups
 from meshpar.parallelized import Parallelized
-from meshpar.passes.elsewhere import first_covering
+from meshpar.passes.pipeline.portion import first_covering
 from meshpar.passes.pipeline.running import Layers
 from meshpar.step.run import fact_of, layout_of
 from meshpar.tensors.placements import by_device, local_tensor
@@ -279,7 +279,7 @@ class LossScaler:
         """Divide every gradient of this rank by the scale; call it before clipping."""
         grads = (local_tensor(parameter.grad) for parameter in module.parameters() if parameter.grad is not None)
         for together in by_device(grads).values():
-            foreach.mul_(together, 1.0 / self.scale)
+            foreach_mul_(together, 1.0 / self.scale)
 
     def update(self, norm: float) -> bool:
         """Adapt the scale by the norm of the unscaled gradients, and return whether the optimizer may step."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from meshpar._torch.autograd import StorageWeakRef
 from meshpar.core import runtime
-from meshpar.passes.experts.calls import Chosen
+from meshpar.passes.experts.routing import Chosen
 from meshpar.passes.tensor.collectives import gather_values, join_chunks, take_chunk
 from meshpar.passes.tensor.context import Context
 from meshpar.step.calls import Changes, own_state

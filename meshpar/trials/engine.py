@@ -14,9 +14,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from meshpar._torch.autograd import set_recomputed
 from meshpar._torch.calls import uncompiled
-from meshpar._torch.pytree import tree_leaves, tree_map
-from meshpar._torch.recompute import set_recomputed
+from meshpar._torch.tensors import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.step.calls import installed

@@ -18,8 +18,18 @@ from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import Facts
 from meshpar.core.patterns import OWN_NUMBER, class_name
-from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, calling
-from meshpar.passes.experts.routing import INTERFACE, DividedModules, Inner, Routing, refuse_shapes
+from meshpar.passes.experts.routing import (
+    IN_ORDER,
+    INTERFACE,
+    Chosen,
+    DividedModules,
+    Inner,
+    InOrder,
+    Routing,
+    by_all_ranks,
+    calling,
+    refuse_shapes,
+)
 from meshpar.passes.host_reads import unrecorded
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.parts import local_parameters

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar._torch.pytree import tree_map
+from meshpar._torch.tensors import tree_map
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
 from meshpar.passes.positions.exchange import Exchange

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar._torch.calls import uncompiled
-from meshpar._torch.pytree import tree_leaves, tree_map
+from meshpar._torch.tensors import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
 from meshpar.core.passes import Facts
 from meshpar.core.patterns import kind_of

@@ -111,19 +111,15 @@ class FullPositions(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class Heads(Style):
-    """A region around an attention whose attributes in ``counts`` become this rank's; ``local``: its heads' inputs."""
+    """A region around an attention whose attributes in ``counts`` become this rank's."""
 
-    local: tuple[str, ...] = ()
+    local_inputs: tuple[str, ...] = ()
     counts: tuple[str, ...] = (
         *("n_heads", "num_heads", "num_attention_heads"),
         *("inner_dim", "all_head_size", "split_size", "dim"),
     )
 
     is_region = True
-
-    @property
-    def local_inputs(self) -> tuple[str, ...]:
-        return self.local
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         for attribute, value in self._counted(module):
@@ -134,7 +130,7 @@ class Heads(Style):
         """Make the counts this rank's, and make the region known before anything inside is installed."""
         for attribute, value in self._counted(module):
             set_attribute(module, attribute, value // context.size)
-        context.regions[name] = Region(self.local)
+        context.regions[name] = Region(self.local_inputs)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         context.regions[name].install(name, module, context)

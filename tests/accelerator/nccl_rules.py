@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from meshpar.passes.data import replica_shards
+from meshpar.passes.data import unit_collectives
 from tests.support.patience import patient
 
 NAME = "rules"
@@ -336,12 +336,15 @@ def rules() -> Iterator[Seen]:
     SEEN.made.clear()
     SEEN.clear()
     dist.Backend.default_device_backend_map[DEVICE] = NAME
-    operators, replica_shards.collective_ops = replica_shards.collective_ops, _Operators(replica_shards.collective_ops)
+    operators, unit_collectives.collective_ops = (
+        unit_collectives.collective_ops,
+        _Operators(unit_collectives.collective_ops),
+    )
     dist.init_process_group(NAME, store=dist.PrefixStore("rules", store), rank=rank, world_size=size, timeout=timeout)
     try:
         yield SEEN
         check_order([(group.title, group.ranks) for group in SEEN.made])
     finally:
-        replica_shards.collective_ops = operators
+        unit_collectives.collective_ops = operators
         dist.Backend.default_device_backend_map.clear()
         dist.Backend.default_device_backend_map.update(was)

@@ -70,7 +70,7 @@ STEPS = {
 """Model, mesh, passes -> the places, and how often a step of two micro-batches waits there."""
 WAITS_OF_STAGES = {
     # as many micro-batches of one shape; whether a stage failed
-    "passes.pipeline.messages.Messages.exchanged (hosts)": 2,
+    "passes.pipeline.messages.StageMessages.exchanged (hosts)": 2,
     "training.experts.ExpertLoad.take": 2,  # the report, which stages exchange
 }
 LONG_AGO = "passes.host_reads.beside"

@@ -65,7 +65,7 @@ MEASURED = {
     "chunked_loss.py": {"meshpar.losses.chunked", "meshpar.forecasting.recorder"},
     "exchanges.py": {
         "meshpar._torch.groups",
-        "meshpar.passes.data.gloo_collectives",
+        "meshpar.passes.data.unit_collectives",
         "meshpar.passes.tensor.collectives",
         "meshpar.exchange.ranks",
     },
@@ -85,14 +85,14 @@ MEASURED = {
         "meshpar.training.evaluation",
     },
     "gpu.py": {
-        "meshpar._torch.recompute",
+        "meshpar._torch.autograd",
         "meshpar.forecasting.step",
         "meshpar.launchers.jobs.reports",
         "meshpar.passes.recompute",
         "meshpar.launchers.jobs.profile",
     },
     "jobs.py": {"meshpar.launchers.jobs"},
-    "log_probs.py": {"meshpar.losses.log_probs"},
+    "log_probs.py": {"meshpar.losses.chunked"},
     "pipeline.py": {"meshpar.testing.memory"},
     "peer_ranks.py": {"meshpar.models.huggingface"},
     "save_planning.py": {

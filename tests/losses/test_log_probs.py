@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import meshpar
 from benchmarks.chunked_loss import Head
 from meshpar import ContextParallel, FullyShard, HybridShard, TensorParallel
-from meshpar.losses import log_probs
-from meshpar.losses.log_probs import token_log_probs
+from meshpar.losses import chunked
+from meshpar.losses.chunked import token_log_probs
 from meshpar.tensors.placements import whole_tensor
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.accelerator.accelerated import accelerated
@@ -79,9 +79,9 @@ def test_values_and_gradients_are_those_of_whole_logits(temperature):
 )
 def test_an_accelerators_products_have_512_rows_or_more(monkeypatch, queued, vocabulary, chunk, rows):
     """2,048 positions: on a CPU a 64th of them at a time, beside an accelerator what bytes allow."""
-    seen, linear = [], log_probs.F.linear
+    seen, linear = [], chunked.F.linear
     products = SimpleNamespace(linear=lambda hidden_ND, *rest: seen.append(len(hidden_ND)) or linear(hidden_ND, *rest))
-    monkeypatch.setattr(log_probs, "F", products)
+    monkeypatch.setattr(chunked, "F", products)
     with FakeTensorMode(allow_non_fake_inputs=True), accelerated() if queued else nullcontext():
         head, labels = Head(2048, 4, vocabulary, torch.bfloat16), torch.zeros(1, 2048, dtype=torch.long)
         sum(token_log_probs(head, {"labels": labels}, chunk=chunk)).sum().backward()

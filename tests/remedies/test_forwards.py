@@ -635,7 +635,7 @@ ROWS = [
     ),
     Tested(
         "set_force_sum_reduction_for_comms",
-        "tests/passes/data/test_gloo_collectives.py::test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it",
+        "tests/passes/data/test_unit_collectives.py::test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it",
         {
             "call set_force_sum_reduction_for_comms(True) on the same modules": (
                 "unit.set_force_sum_reduction_for_comms(forced)"

@@ -12,7 +12,7 @@ from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, Tens
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.background import Stager
 from meshpar.core.waiting import reads_of
-from meshpar.passes.data.replica_shards import ReplicaShards
+from meshpar.passes.data.unit_collectives import ReplicaShards
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.accelerator.simulated import allocate, alone, install, simulated

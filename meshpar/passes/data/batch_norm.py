@@ -1,8 +1,8 @@
-"""Batch norm whose statistics cover the batches of all data ranks."""
+"""Batch norm whose statistics cover the batches of all data ranks; what every plan prepares in a module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -14,8 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from meshpar._torch.calls import assert_async
-from meshpar._torch.groups import collective_ops as ops
-from meshpar._torch.modules import BatchNorm
+from meshpar._torch.tensors import BatchNorm
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Stage
+from meshpar.core.resolved import Resolved
+from meshpar.passes.tensor.collectives import gather_partial
 from meshpar.step.calls import installed, own_forward, set_forward
 
 RECOMPUTED: ContextVar[bool] = ContextVar("RECOMPUTED", default=False)
@@ -161,35 +164,21 @@ def _by_channel(x: Tensor) -> list[int]:
 
 def _join(count: Tensor, mean: Tensor, squares: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Join the ranks' counts, means and sums of squared distances from them; the result is the same on every rank."""
-    rows = _Gather.apply(torch.cat([count, mean, squares]), group)
+    rows = gather_partial(torch.cat([count, mean, squares])[None], 0, group)
     counts, means, all_squares = rows.split([1, len(mean), len(mean)], 1)
     total = counts.sum(0)
     joint_mean = (counts * means).sum(0) / total.clamp(min=1.0)
     return total, joint_mean, (all_squares + counts * (means - joint_mean).square()).sum(0)
 
 
-class _Gather(torch.autograd.Function):
-    """A row of each rank's vector; backward sums the gradients that all ranks have for this rank's row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        rows = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
-        return rows.view(group.size(), -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Scatter.apply(grads[0], ctx.group), None
+def prepare(module: nn.Module, resolved: Resolved, meshes: Mapping[MeshSpec, DeviceMesh]) -> None:
+    """Let batch norm see the whole batch, once where blocks are recomputed; keep recurrent layers' weights apart."""
+    if resolved.averaged or any(pass_.stage == Stage.RECOMPUTE for pass_ in resolved.passes):
+        synchronize_batch_norm(module, meshes[resolved.held], resolved.averaged)
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):  # on CUDA it would move them side by side into memory of its own
+            child.flatten_parameters = _leave_weights  # type: ignore[method-assign]
 
 
-class _Scatter(torch.autograd.Function):
-    """This rank's row of the sum of all ranks' matrices; backward of it gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return ops.wait_tensor(ops.reduce_scatter_tensor(x.reshape(-1), "sum", group.size(), group.group_name))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Gather.apply(grads[0], ctx.group), None
+def _leave_weights() -> None:
+    """Leave weights in the memory where they are, where gathers write them."""

@@ -1,6 +1,6 @@
 """FullyShard, HybridShard and Replicate: FSDP2, which averages the gradients of a unit at the end of its backward.
 
-Other gradients are averaged or summed in ``whole_parameters.py``, ``replica_shards.py``, ``step/gradients.py`` and
+Other gradients are averaged or summed in ``whole_parameters.py``, ``unit_collectives.py``, ``step/gradients.py`` and
 the backward of ``passes/tensor/collectives.py``.
 """
 
@@ -22,14 +22,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from meshpar._torch import BEFORE_2_13
 from meshpar._torch.fsdp import is_shard, replicate
 from meshpar._torch.groups import flattened
-from meshpar._torch.modules import held_part
+from meshpar._torch.tensors import held_part
 from meshpar.core import runtime
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
 from meshpar.core.passes import Facts, Installed, Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, suggestion
-from meshpar.passes.data.gloo_collectives import exchange_directly
-from meshpar.passes.data.replica_shards import ReplicaShards
+from meshpar.passes.data.unit_collectives import ReplicaShards, exchange_directly
 from meshpar.passes.data.whole_parameters import WholeParameters, kept_whole
 from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.pipeline.running import Layers

@@ -20,11 +20,11 @@ from torch.nn.utils import parametrize
 from meshpar._torch.autograd import part_here
 from meshpar._torch.fsdp import is_shard
 from meshpar._torch.groups import root_of
-from meshpar._torch.modules import call_hooks, held_part, memory_of
+from meshpar._torch.tensors import call_hooks, held_part, memory_of
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.mesh import sizes_text
 from meshpar.core.patterns import class_name, covers, is_called
-from meshpar.passes.tensor.collectives import copy_weight
+from meshpar.passes.tensor.collectives import _view, copy_weight, link
 from meshpar.passes.tensor.context import Context
 from meshpar.step.calls import Product, installed, own_forward, record, set_forward
 from meshpar.step.moment import Moment
@@ -120,17 +120,6 @@ def local(parameter: Any) -> Any:
     )
 
 
-def keep_unpacked(module: nn.Module) -> None:
-    """Let recurrent layers leave their weights in the memory where they are, where gathers write them."""
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase):  # on CUDA it would move them side by side into memory of its own
-            child.flatten_parameters = _leave  # type: ignore[method-assign]
-
-
-def _leave() -> None:
-    pass
-
-
 def strides(shape: torch.Size) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of ``shape``."""
     return torch.empty(shape, device="meta").stride()
@@ -221,7 +210,7 @@ def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
         try:
             for owner, name, value in whole:
                 plain: Any = part_here(value)  # type: ignore[arg-type]
-                plain = plain if plain.ndim else _Scalar.apply(plain)
+                plain = plain if plain.ndim else link(plain, _view, _join_gradient)
                 owner[name] = plain
                 if not torch.compiler.is_compiling():
                     seen.append((name, plain, memory_of(plain), plain._version))
@@ -252,16 +241,9 @@ def refuse_written(name: str, cause: Exception | None = None) -> NoReturn:
     ) from cause
 
 
-class _Scalar(torch.autograd.Function):
-    """A number, whose gradient is a DTensor where it stood beside one, such as logits that are split for the loss."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Tensor:
-        return grads[0].full_tensor() if isinstance(grads[0], DTensor) else grads[0]
+def _join_gradient(grad: Tensor) -> Tensor:
+    """Return the gradient of a number: a DTensor where it met one, such as logits that are split for the loss."""
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def is_whole(parameter: Any) -> bool:

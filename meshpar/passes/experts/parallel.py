@@ -20,8 +20,19 @@ from meshpar.core.mesh import MeshSpec, sizes_text
 from meshpar.core.passes import Installed, Pass, Role, Stage, unmatched
 from meshpar.core.patterns import find_modules
 from meshpar.passes.data.whole_parameters import part_of
-from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, calling, counted_by
-from meshpar.passes.experts.routing import INTERFACE, DividedModules, Routing, average_gradient, refuse_shapes
+from meshpar.passes.experts.routing import (
+    IN_ORDER,
+    INTERFACE,
+    Chosen,
+    DividedModules,
+    InOrder,
+    Routing,
+    average_gradient,
+    by_all_ranks,
+    calling,
+    counted_by,
+    refuse_shapes,
+)
 from meshpar.passes.tensor.parts import local_parameters, with_own
 from meshpar.step.calls import set_forward
 

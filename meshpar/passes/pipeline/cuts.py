@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import meshpar._torch.operator_costs as operators
-from meshpar._torch.fake import (
+from meshpar._torch.simulated_device import (
     FAKE_LOG,
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -21,7 +21,7 @@ from meshpar._torch.fake import (
     TorchDispatchMode,
     groups_of_any_dtype,
 )
-from meshpar._torch.pytree import tensor_leaves, tree_map_only
+from meshpar._torch.tensors import tensor_leaves, tree_map_only
 from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks

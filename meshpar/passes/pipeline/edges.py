@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshpar._torch.calls import eager, enter_by
-from meshpar._torch.pytree import tensor_leaves
+from meshpar._torch.tensors import tensor_leaves
 from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.messages import FORTH

@@ -93,7 +93,7 @@ class Header:
 
 
 @final
-class Messages:
+class StageMessages:
     """The messages of one rank, which has ``chunks`` stages; ``doing`` returns which runs, in which action."""
 
     def __init__(self, group: dist.ProcessGroup, chunks: int, doing: Callable[[], str]) -> None:

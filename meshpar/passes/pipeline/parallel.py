@@ -16,15 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar._torch.modules import persistent_buffers
+from meshpar._torch.tensors import persistent_buffers
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Installed, Pass, Role, Stage
-from meshpar.passes.elsewhere import OtherLayers
 from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, check_stages, even_cuts, examine
-from meshpar.passes.pipeline.portion import Chunk, Portion, Rule
+from meshpar.passes.pipeline.portion import Chunk, OtherLayers, Portion, Rule
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES
 from meshpar.passes.pipeline.stand_ins import (

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshpar._torch.groups import all_gather
-from meshpar._torch.pytree import tensor_leaves, tree_map_only
+from meshpar._torch.tensors import tensor_leaves, tree_map_only
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.losses.token_loss import Found, Totals
 from meshpar.passes.pipeline.edges import Edges
-from meshpar.passes.pipeline.messages import LostError, Messages
+from meshpar.passes.pipeline.messages import LostError, StageMessages
 from meshpar.passes.pipeline.portion import Portion
 from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stage_checks import StageErrors, StageInputs, StageTies
@@ -60,7 +60,7 @@ class Layers:
         return self.edges.transfers
 
     @property
-    def _messages(self) -> Messages:
+    def _messages(self) -> StageMessages:
         return self.edges.transfers.messages
 
     def _fail(self, error: Exception) -> None:
@@ -83,14 +83,9 @@ class Layers:
         return f"stage {self.edges.turn.stage}, {kind} of micro-batch {of}"
 
     @property
-    def shared(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that other stages have, too -> the ranks of the group that do."""
-        return self.ties.shared
-
-    @property
     def gradients_are_parts(self) -> bool:
         """A backward leaves gradients that the step goes on to add to: those of other micro-batches or stages."""
-        return self._count > 1 or bool(self.shared)
+        return self._count > 1 or bool(self.ties.shared)
 
     def counted_elsewhere(self) -> set[int]:
         """Return the numbers of the parameters that the norm over all stages counts on another stage."""
@@ -107,11 +102,9 @@ class Layers:
         counted: Callable[[int], object] = bool,
         leaves: Callable[[list[Tensor]], object] = bool,
     ) -> None:
-        """Run forwards and backwards of all micro-batches by the schedule; ``totals`` gets the sums, on all stages.
-
-        ``reduces`` learns before each backward whether it is the last, ``counted`` the number of micro-batches, and
-        ``leaves`` what a forward hands on; ``abandon`` is called where an error ends the step. Collective.
-        """
+        """Run forwards and backwards of all micro-batches by the schedule; ``totals`` gets the sums. Collective."""
+        # ``reduces`` learns before each backward whether it is the last, ``counted`` the number of micro-batches, and
+        # ``leaves`` what a forward hands on; ``abandon`` is called where an error ends the step
         self._transfers.device, running = totals.loss.device, dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]]()
         self._begin_step(-1)
         batches = self._agree(micro_batches)

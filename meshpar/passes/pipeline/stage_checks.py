@@ -14,7 +14,15 @@ from meshpar.core.errors import MeshparError, brief
 from meshpar.exchange.ranks import Looks
 from meshpar.passes.host_reads import beside
 from meshpar.passes.pipeline.edges import Edges, digest_of
-from meshpar.passes.pipeline.messages import BACK, FORTH, Messages, all_fail, failed_alone, forget_alone, tell_alone
+from meshpar.passes.pipeline.messages import (
+    BACK,
+    FORTH,
+    StageMessages,
+    all_fail,
+    failed_alone,
+    forget_alone,
+    tell_alone,
+)
 from meshpar.passes.pipeline.portion import Portion
 from meshpar.passes.pipeline.transfers import FailedBeforeError
 from meshpar.tensors.placements import local_tensor
@@ -133,7 +141,7 @@ class StageInputs:
 class StageTies:
     """The gradients of ``shared`` parameters, which other stages have, too -> the ranks of the group that do."""
 
-    def __init__(self, portion: Portion, shared: dict[str, tuple[int, ...]], messages: Messages) -> None:
+    def __init__(self, portion: Portion, shared: dict[str, tuple[int, ...]], messages: StageMessages) -> None:
         self._portion, self._of_all, self._messages = portion, shared, messages
         self.shared = {name: ranks for name, ranks in shared.items() if portion.rank in ranks}
 
@@ -152,9 +160,7 @@ class StageTies:
 
     @torch.no_grad()
     def add_up(self, before: dict[str, Tensor | None], used: Iterable[bool]) -> None:
-        """Add up the gradients of parameters that the two ends or all ranks have: each saw its own uses alone. Those
-        that no stage has ``used`` have none.
-        """
+        """Add up the gradients that the two ends or all ranks have of a parameter; None where no stage has used it."""
         of_all = dict(zip(self._of_all, used, strict=True))
         # the first stage is behind the last one in the ring of their messages
         other, to, back = (self._portion.last, BACK, FORTH) if self._portion.rank == 0 else (0, FORTH, BACK)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from meshpar._torch.fake import has_values, without_functions
-from meshpar._torch.pytree import tensor_leaves, tree_map_only
+from meshpar._torch.simulated_device import has_values, without_functions
+from meshpar._torch.tensors import tensor_leaves, tree_map_only
 from meshpar.core.errors import MeshparError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -13,7 +13,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.passes.host_reads import beside
 from meshpar.passes.pipeline.cuts import Result
-from meshpar.passes.pipeline.messages import BACK, FAILED, FORTH, Header, Messages
+from meshpar.passes.pipeline.messages import BACK, FAILED, FORTH, Header, StageMessages
 from meshpar.passes.pipeline.portion import Portion, Turn
 
 
@@ -27,7 +27,7 @@ class Transfers:
 
     def __init__(self, portion: Portion, doing: Callable[[], str], fail: Callable[[Exception], None]) -> None:
         self._chunks, self._carried, self._fail = portion.chunks, portion.carried, fail
-        self.messages = Messages(portion.group, len(portion.chunks), doing)
+        self.messages = StageMessages(portion.group, len(portion.chunks), doing)
         self.device, self.failed = torch.device("cpu"), False
         # Headers of the last values that came and went in each chunk for a micro-batch of one form.
         self._got, self._given = ([dict[object, Header]() for _ in portion.chunks] for _ in range(2))

@@ -236,13 +236,9 @@ def attention(
         raise MeshparError(
             f"attention over {length} positions got the mask of {mask.documents.shape[1]}; make one for this sequence"
         )
-    if (
-        isinstance(mask, Mask)
-        and mask.blocks is not None
-        and not dropout
-        and min(q.shape[-1], v.shape[-1]) >= _LEAST_CHANNELS
-    ):
-        return attend(q, k, v, mask.blocks) if exchange is None else exchange.attend(attend, q, k, v, mask.blocks)
+    sees: Any = mask
+    if isinstance(mask, Mask) and not dropout and min(q.shape[-1], v.shape[-1]) >= _LEAST_CHANNELS:
+        sees = mask if mask.blocks is None else mask.blocks
     if exchange is not None:
-        return exchange.attend(attend, q, k, v, mask)
-    return run_by_run(attend, q, k, v, mask, [range(length)]) if isinstance(mask, Mask) else attend(q, k, v, mask)
+        return exchange.attend(attend, q, k, v, sees)
+    return run_by_run(attend, q, k, v, sees, [range(length)]) if isinstance(sees, Mask) else attend(q, k, v, sees)

@@ -38,19 +38,18 @@ def runs(length: int, size: int, rank: int, *, balance: bool) -> list[range]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """The exchange of positions over one axis, from one rank's side.
-
-    For a while, where they are not empty: ``cut`` lets attention see no other position, ``alone`` exchanges nothing.
-    ``as_written`` undoes what an adapter split.
-    """
+    """The exchange of positions over one axis, from one rank's side."""
 
     group: Any
     size: int
     rank: int
     transport: Transport = "gather"
     balance: bool = True
+    # while it is not empty, attention sees no other position
     cut: list[bool] = field(default_factory=list)
+    # while it is not empty, nothing is exchanged
     alone: list[bool] = field(default_factory=list)
+    # undo what an adapter split
     as_written: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
 
     def runs(self, length: int, rank: int | None = None) -> list[range]:
@@ -82,11 +81,8 @@ class Exchange:
     def attend(
         self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces | None, *, causal: bool = True
     ) -> Tensor:
-        """Attend over the whole sequence with this rank's q (B, H, M, C), k and v (B, G, M, C).
-
-        ``inner`` attends with q, all keys and values (B, G, N, C) and a mask (B or 1, 1, M, N). ``mask`` is that of
-        this rank's queries, for ``heads`` of all queries, or makes pieces of it.
-        """
+        """Attend over all positions by ``inner`` with this rank's q (B, H, M, C), k and v (B, G, M, C)."""
+        # ``mask``: (B or 1, 1, M, N) of this rank's queries, for ``heads`` of all queries, or what makes pieces of it
         rows = q.shape[2] if self.transport == "gather" else q.shape[2] * self.size
         if mask is None or (isinstance(mask, Tensor) and mask.shape[-2:] != (rows, q.shape[2] * self.size)):
             got = "none" if mask is None else f"one of {mask.shape[-2]} x {mask.shape[-1]}"
@@ -97,7 +93,8 @@ class Exchange:
             )
         if self.cut:
             alone = q.shape[1] // k.shape[1]
-            return _own(v, alone) + q.sum(-1, keepdim=True) + _own(k.sum(-1, keepdim=True), alone)
+            scores = k.sum(-1, keepdim=True).repeat_interleave(alone, 1)
+            return v.repeat_interleave(alone, 1) + q.sum(-1, keepdim=True) + scores
         if k.shape[2] != q.shape[2]:
             raise MeshparError(
                 f"ContextParallel splits self-attention, got {q.shape[2]} queries and {k.shape[2]} keys: attention to "
@@ -123,7 +120,7 @@ class Exchange:
                 for factor in range(2, heads // groups + 1)
                 if groups * factor % self.size == 0 and heads // groups % factor == 0
             )
-            k, v = _own(k, copies), _own(v, copies)
+            k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
         q, k, v = (_to_heads(tensor, self) for tensor in (q, k, v))
         try:
             attended = run_by_run(inner, q, k, v, mask, [range(q.shape[2])], causal=causal)
@@ -156,9 +153,7 @@ class Exchange:
 def run_by_run(
     inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces, queries: list[range], *, causal: bool = True
 ) -> Tensor:
-    """Attend with runs of consecutive queries, each with the keys that it may see; at most :data:`BLOCK` queries at a
-    time, recomputed in backward, where a mask makes pieces.
-    """
+    """Attend with runs of consecutive queries; at most BLOCK at a time, recomputed in backward, by a mask in pieces."""
     if not isinstance(mask, Tensor) and not callable(mask):  # blocks of all queries, for a kernel that holds no scores
         return inner(q, k, v, mask)
 
@@ -179,10 +174,6 @@ def run_by_run(
         else:
             outputs.append(checkpoint(attend, *parts, run, seen, use_reentrant=False))
     return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
-
-
-def _own(x: Tensor, copies: int) -> Tensor:
-    return x.repeat_interleave(copies, 1) if copies > 1 else x
 
 
 def _join(x: Tensor, dim: int, exchange: Exchange) -> Tensor:

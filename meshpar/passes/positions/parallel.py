@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar._torch.pytree import tree_leaves, tree_map
+from meshpar._torch.tensors import tree_leaves, tree_map
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec

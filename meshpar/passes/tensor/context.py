@@ -61,11 +61,7 @@ class SentArrivals(Arrivals):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The context that all styles of one application share.
-
-    ``random`` and ``arrivals`` are None where nothing is drawn or looked at. ``placed``: id of a parameter before or
-    after -> both, so that tied ones stay tied. ``joining``: modules at whose end random state is shared again.
-    """
+    """The context that all styles of one application share."""
 
     mesh: DeviceMesh
     group: dist.ProcessGroup
@@ -73,12 +69,16 @@ class Context:
     root: nn.Module
     sequence_parallel: bool
     loss_parallel: bool
+    # None where nothing is drawn
     random: SplitState | None
     inputs: tuple[str, ...]
+    # None where nothing is looked at
     arrivals: Arrivals | None = None
+    # id of a parameter before or after -> both, so that tied ones stay tied
     placed: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = field(default_factory=dict)
     regions: dict[str, Style] = field(default_factory=dict)
     styles: dict[str, Style] = field(default_factory=dict)
+    # at whose end random state is shared again
     joining: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     styled: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
@@ -163,6 +163,7 @@ class Style:
         splits_logits: the output may stay split over the vocabulary for the loss.
         splits_positions: the module, an embedding, can return this rank's positions of the sequence.
         stands_alone: input and output are not split, so the module can be tested by itself.
+        local_inputs: keyword names of a region's inputs that hold this rank's heads already.
     """
 
     __slots__ = ()
@@ -173,11 +174,7 @@ class Style:
     splits_logits: bool = False
     splits_positions: bool = False
     stands_alone: bool = False
-
-    @property
-    def local_inputs(self) -> tuple[str, ...]:
-        """Keyword names of a region's inputs that hold this rank's heads already."""
-        return ()
+    local_inputs: tuple[str, ...] = ()
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield why ``module`` cannot be split over ``size`` ranks. Pure."""

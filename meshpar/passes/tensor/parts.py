@@ -28,18 +28,15 @@ from meshpar.step.calls import set_forward
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts(Style):
-    """A module that computes with this rank's part of its own parameters.
+    """A module that computes with this rank's part of its own parameters."""
 
-    Attributes:
-        dims: name of an own parameter -> (dim that is split, how many equal parts stand fused along it).
-        added: names of parameters that are added to the partial sums (biases): each rank adds its share of the whole.
-        summed: names of parameters used whole on a part of heads or features: their gradients are summed.
-        sums: the module takes replicated inputs to partial sums (experts); else what is around it has styles.
-    """
-
+    # name of an own parameter -> (dim that is split, how many equal parts stand fused along it)
     dims: Mapping[str, tuple[int, int]]
+    # parameters that are added to the partial sums (biases): each rank adds its share of the whole
     added: tuple[str, ...] = ()
+    # parameters used whole on a part of heads or features: their gradients are summed
     summed: tuple[str, ...] = ()
+    # the module takes replicated inputs to partial sums (experts); else what is around it has styles
     sums: bool = False
 
     splits = True
@@ -103,12 +100,9 @@ class Parts(Style):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts(Style):
-    """Experts in stacked parameters: each rank holds whole experts, and runs them on the tokens that chose them.
+    """Whole experts a rank, for tokens that chose them; the forward skips numbers beyond its experts."""
 
-    The forward takes (hidden states, chosen experts, their weights) and skips numbers beyond its experts.
-    ``otherwise`` splits inside the experts where the axis does not divide their number.
-    """
-
+    # splits inside the experts where the axis does not divide their number
     otherwise: Parts | None = None
 
     splits = True

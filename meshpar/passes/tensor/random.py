@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from meshpar._torch.calls import eager
-from meshpar._torch.fake import has_values
-from meshpar._torch.modules import Dropout
+from meshpar._torch.simulated_device import has_values
+from meshpar._torch.tensors import Dropout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 
@@ -86,8 +86,16 @@ class SplitState:
     def part(self, device: torch.device, coordinate: int) -> None:
         """Draw for a part from here on: give ``device``'s default generator a state of this ``coordinate``'s own."""
         if self._shared is None:
-            self._device = device
-            self._shared = _fork(device, coordinate)
+            self._device, generator = device, _generator(device)
+            if runtime.on_host(device):
+                drawn = int(torch.randint(_MASK, (), generator=generator))
+            else:
+                # Reading a number drawn on the device would wait for it; seed and offset are known on the host.
+                offset = generator.get_offset()
+                drawn = mix(generator.initial_seed(), offset)
+                generator.set_offset(offset + 4)
+            self._shared = generator.get_state()
+            generator.manual_seed(mix(drawn, coordinate + 1))
 
     @eager
     def join(self) -> None:
@@ -149,22 +157,6 @@ class LossState:
 def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Return whether states are the same; those of a simulation have no values, and nothing is drawn there."""
     return not all(map(has_values, one)) or all(map(torch.equal, one, other))
-
-
-def _fork(device: torch.device, coordinate: int) -> torch.Tensor:
-    """Switch the default generator to a state of this ``coordinate``'s own; return the axis' shared state."""
-    generator = _generator(device)
-    if runtime.on_host(device):
-        drawn = int(torch.randint(_MASK, (), generator=generator))
-        shared = generator.get_state()
-    else:
-        # Reading a number drawn on the device would wait for it; seed and offset are known on the host.
-        offset = generator.get_offset()
-        drawn = mix(generator.initial_seed(), offset)
-        generator.set_offset(offset + 4)
-        shared = generator.get_state()
-    generator.manual_seed(mix(drawn, coordinate + 1))
-    return shared
 
 
 def _generator(device: torch.device) -> torch.Generator:

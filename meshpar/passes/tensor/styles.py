@@ -90,18 +90,12 @@ def _is_scaled(module: nn.Module) -> bool:
 @final
 @dataclass(frozen=True, slots=True)
 class Region(Style):
-    """A module whose inside is split: its input is prepared once for all projections in it.
+    """A module whose inside is split: its input is prepared once for all projections in it."""
 
-    ``local`` names keyword inputs that hold this rank's heads already (a position bias that an earlier layer computed).
-    """
-
-    local: tuple[str, ...] = ()
+    # such as a position bias that an earlier layer computed
+    local_inputs: tuple[str, ...] = ()
 
     is_region = True
-
-    @property
-    def local_inputs(self) -> tuple[str, ...]:
-        return self.local
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         # Not a forward hook: recomputation and FSDP2 hook the same module, and their hooks must see the input as it
@@ -140,7 +134,7 @@ class Region(Style):
         """Bring one input into the region; of the others only those whose gradient this rank would know in part."""
         if is_hidden:
             return context.enter(value)
-        if not (isinstance(value, Tensor) and value.requires_grad) or key in self.local:
+        if not (isinstance(value, Tensor) and value.requires_grad) or key in self.local_inputs:
             return value
         if context.sequence_parallel:
             raise PlanError(
@@ -155,12 +149,11 @@ class Region(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class Colwise(Style):
-    """A linear layer split by output features; ``parts`` > 1 where that many equal projections are fused.
+    """A linear layer split by output features."""
 
-    The output stays split by ``gather="no"``, is joined by ``"yes"``, and by ``"loss"`` unless the loss is parallel.
-    """
-
+    # equal projections that are fused
     parts: int = 1
+    # the output stays split by "no", is joined by "yes", and by "loss" unless the loss is parallel
     gather: str = "no"
 
     splits = True

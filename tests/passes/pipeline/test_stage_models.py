@@ -10,7 +10,7 @@ from torch import nn
 
 from meshpar import FullyShard, MeshparError, ModelLayout, PipelineParallel, Plan, PlanError, Replicate, StagesLayout
 from meshpar.checkpoints import CheckpointManager
-from meshpar.losses.log_probs import token_log_probs
+from meshpar.losses.chunked import token_log_probs
 from meshpar.passes.pipeline.running import Layers
 from meshpar.tensors.placements import whole_tensor
 from meshpar.testing import on_ranks
@@ -412,7 +412,7 @@ def test_parameters_of_the_outermost_module_are_saved_once_and_counted_once(tmp_
     par = Plan("pp=2", [PipelineParallel()]).apply(made("ViT"))
     held = dict(par.module.named_parameters())
     assert {"cls_token", "pos_embed", "scales", "bias", "unused"} <= held.keys()
-    assert {*par.run.find(Layers).shared} == {"cls_token", "pos_embed", "scales", "bias"}
+    assert {*par.run.find(Layers).ties.shared} == {"cls_token", "pos_embed", "scales", "bias"}
     optimizer = torch.optim.AdamW(held.values(), lr=1e-2)
     scale_rates(optimizer, par, layer_decay=0.5)
     rates = {id(one): group["lr"] for group in optimizer.param_groups for one in group["params"]}

@@ -1,5 +1,7 @@
-"""Attributes of modules and their tensors that torch has not made public.
+"""Attributes of tensors and modules, nested tensors, and operators on lists, none of which torch has made public.
 
+- ``tree_*``: nested values, as torch's own wrappers flatten them (pytorch/pytorch#112111).
+- ``foreach_*``: operators on lists of tensors, in few kernels, which torch's optimizers use (pytorch/pytorch#58833).
 - ``BatchNorm``, ``Dropout``: what these modules inherit from, also those of other packages.
 - ``persistent_buffers``, ``call_hooks``, ``gradient_hooks``: torch lists none of them.
 - ``memory_of``: the address of a storage's own object, by which storages without bytes differ, too.
@@ -13,11 +15,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import _foreach_add_ as foreach_add_
+from torch import _foreach_copy_ as foreach_copy_
+from torch import _foreach_lerp_ as foreach_lerp_
+from torch import _foreach_mul_ as foreach_mul_
+from torch import _foreach_norm as foreach_norm
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-__all__ = ["BatchNorm", "Dropout", "call_hooks", "gradient_hooks", "held_part", "memory_of", "persistent_buffers"]
+__all__ = [
+    "BatchNorm",
+    "Dropout",
+    "call_hooks",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_lerp_",
+    "foreach_mul_",
+    "foreach_norm",
+    "gradient_hooks",
+    "held_part",
+    "memory_of",
+    "persistent_buffers",
+    "tensor_leaves",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+]
+
+
+def tensor_leaves(values: object) -> list[Tensor]:
+    """Return the tensors in nested values."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,6 @@
-"""HybridShard(optimizer="world"): training equals one process, and each rank trains a slice that no other rank has."""
+"""Collectives of units: sums by all-to-alls on CPUs, and HybridShard(optimizer="world"), which equals one process."""
+
+from __future__ import annotations
 
 import functools
 import shutil
@@ -19,12 +21,14 @@ from meshpar import (
     Plan,
     TensorParallel,
 )
+from meshpar._torch.fsdp import units_with_parameters
 from meshpar.checkpoints import CheckpointManager
 from meshpar.forecasting import Batch, Hardware, forecast
 from meshpar.forecasting.hardware import RESERVED_RANGE
+from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.search import search
-from meshpar.passes.data import replica_shards
-from meshpar.passes.data.replica_shards import ReplicaShards
+from meshpar.passes.data import unit_collectives
+from meshpar.passes.data.unit_collectives import ReplicaShards, scatter_sums
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
 from meshpar.testing.parity import train_steps
@@ -56,7 +60,7 @@ def sgd(par):
     return torch.optim.SGD(par.module.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
 
-class PlainReduce(replica_shards._Reduce):
+class PlainReduce(unit_collectives._Reduce):
     """The sum over replicas as accelerators do it."""
 
     def __init__(self, *groups, exchanges):
@@ -75,7 +79,7 @@ def test_two_replicas_of_two_shards_equal_one_process():
         ODD, "dp_replicate=2,dp_shard=2", [ActivationCheckpoint(), kept], steps, expected=expected, max_norm=0.5
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica_shards, "_Reduce", PlainReduce)
+        patch.setattr(unit_collectives, "_Reduce", PlainReduce)
         assert_parity(ODD, "dp_replicate=4,dp_shard=1", [WORLD], steps, expected=expected, max_norm=0.5)
 
 
@@ -227,7 +231,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and
 @on_ranks(4)
 def test_micro_batches_of_a_step_share_what_was_gathered():
     par, batch = sharded(), random_tokens(99, 1, 8, seed=0)
-    sent, inner = [], replica_shards._Gather._over_replicas
+    sent, inner = [], unit_collectives._TwoHopGather._over_replicas
 
     def counted(self, mine):
         sent.append(mine.numel())
@@ -249,7 +253,7 @@ def test_micro_batches_of_a_step_share_what_was_gathered():
             par.describe()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica_shards._Gather, "_over_replicas", counted)
+        patch.setattr(unit_collectives._TwoHopGather, "_over_replicas", counted)
         once = step()
         assert once == step() > 0
         assert step(evaluate) == 3 * once
@@ -354,3 +358,71 @@ def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
         if candidate.settings.replicas > 1 and candidate.settings.tp == 1
     ]
     assert {hybrid.shards: hybrid.world for hybrid in hybrids} == {2: True, 4: False}
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+@on_ranks(4)
+def test_both_ways_give_the_sums(op):
+    torch.manual_seed(dist.get_rank())
+    inputs = [torch.randn(4 * count) for count in (1, 6)]
+    expected = [value.clone() for value in inputs]
+    for value in expected:
+        dist.all_reduce(value)
+        value /= 4 if op == "AVG" else 1
+    for exchanges in (False, True):
+        outputs = [torch.empty(len(value) // 4) for value in inputs]
+        scatter_sums(outputs, inputs, getattr(dist.ReduceOp, op), dist.group.WORLD, exchanges=exchanges)
+        torch.testing.assert_close(outputs, [value.chunk(4)[dist.get_rank()] for value in expected])
+
+
+@on_ranks(4)
+def test_sums_in_half_precision_are_rounded_once():
+    """1 + 3 x 2^-9, of which each sum in bfloat16 would drop a part."""
+    mine = torch.full((4,), 1.0 if dist.get_rank() == 0 else 2**-9, dtype=torch.bfloat16)
+    got = torch.empty(1, dtype=torch.bfloat16)
+    scatter_sums([got], [mine], dist.ReduceOp.SUM, dist.group.WORLD, exchanges=True)
+    assert got.item() == torch.tensor(1 + 3 * 2**-9).bfloat16().item() != 1.0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "data_pass"),
+    [
+        ("dp_replicate=2,dp_shard=2", HybridShard(optimizer="replica")),
+        ("dp_replicate=2,dp_shard=2", HybridShard(optimizer="world")),
+        ("dp_shard=4", FullyShard()),
+    ],
+    ids=str,
+)
+@on_ranks("mesh")
+def test_no_unit_makes_a_reduce_scatter_on_a_cpu(mesh, data_pass):
+    with torch.device("meta"):
+        module = transformer()
+    par = Plan(mesh, [data_pass]).apply(module).materialize(seed=0)
+    recorder = Recorder({})
+    with recorder:
+        recorder.phase("step")
+        token_loss_sum(par.module, random_tokens(VOCAB, 1, 16, seed=dist.get_rank()))[0].backward()
+        (phase,) = recorder.finished()
+    kinds = [event.collective.kind for event in phase.events if event.collective is not None]
+    assert "reduce_scatter" not in kinds
+    assert kinds.count("all_to_all") >= len(par.module.layers) + 1
+
+
+@on_ranks(2)
+def test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it():
+    norms = []
+    for forced in (None, False, True):
+        with torch.device("meta"):
+            module = transformer()
+        par = Plan("dp_shard=2", [FullyShard()]).apply(module).materialize(seed=0)
+        for unit in units_with_parameters(par.module) if forced is not None else ():
+            unit.set_gradient_divide_factor(4.0)
+            unit.set_force_sum_reduction_for_comms(forced)
+        loss = token_loss_sum(par.module, random_tokens(VOCAB, 1, 16, seed=dist.get_rank()))[0]
+        if forced is False:
+            with pytest.raises(MeshparError, match="set_force_sum_reduction_for_comms"):
+                loss.backward()
+            continue
+        loss.backward()
+        norms.append(par.clip_grad_norm_(1e9).item())
+    assert norms[0] == pytest.approx(2 * norms[1])
