@@ -48,15 +48,11 @@ class CheckpointError(MeshparError):
 
 
 class StoreError(CheckpointError):
-    """Raised for an object store that refuses a request or does not answer. The checkpoints in the store may be
-    intact.
-    """
+    """Raised for an object store that refuses a request or does not answer; its checkpoints may be intact."""
 
 
 class RecipeError(MeshparError, ValueError):
-    """Raised for a recipe that cannot be read or is invalid; the message names the line, the key and the nearest
-    valid key.
-    """
+    """Raised for a recipe that is unreadable or invalid; names the line, the key and the nearest valid key."""
 
 
 class LaunchError(MeshparError):
@@ -72,9 +68,7 @@ class FullMemoryError(LaunchError):
 
 
 class ReplicaError(LaunchError):
-    """Raised for a replica that cannot continue with the others; another start resumes from them or from the newest
-    checkpoint.
-    """
+    """Raised for a replica that cannot continue with the others; it can start again and resume from them."""
 
 
 class PreflightError(LaunchError):

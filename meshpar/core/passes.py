@@ -171,9 +171,7 @@ class Pass:
         return tuple(self.roles)
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        """Yield every reason why the pass cannot apply, one line each. Pure: reads names and shapes, without
-        communication.
-        """
+        """Yield every reason why the pass cannot apply, one line each. Pure: reads names and shapes alone."""
         return iter(())
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
@@ -181,9 +179,7 @@ class Pass:
         return iter(())
 
     def machine_problems(self, device_type: str) -> Iterator[str]:
-        """Yield what this machine lacks to run a rank on a device of this type. A check or a forecast on another
-        machine ignores it.
-        """
+        """Yield what this machine lacks to run a rank on a type of device; checks and forecasts do not ask."""
         return iter(())
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:

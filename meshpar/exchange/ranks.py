@@ -176,21 +176,22 @@ class Ranks:
         tag = zlib.crc32(f"{self._model} {place}".encode())
         numbers_here = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))], device="cpu")
         try:
-            here, *agree = _spans(numbers_here, self.hosts)
+            largest, least = Largest(torch.cat([numbers_here, -numbers_here]), self.hosts).read().view(2, -1).tolist()
         except RuntimeError as error:
             raise MeshparError(
                 f"this rank is at {place} ({line_of_user()}), and the other ranks did not come there in time; call the "
                 "module equally often on every rank, in training and in evaluation. The wait ended with: "
                 f"{first_line(error)}"
             ) from error
-        if here[0] != here[1]:  # on every rank alike, so that they can say more
+        here, *agree = (high == -low for high, low in zip(largest, least))
+        if not here:  # on every rank alike, so that they can say more
             raise MeshparError(
                 f"ranks are at different places of their loops: {self._all_places(place)}. Run the same calls in the "
                 "same order on every rank: as many batches, steps and sums, also in evaluation. Call every block on "
                 "every rank, because data ranks gather and reduce a block together, or make a skipped part one block "
                 "with its neighbours (blocks=...)"
             )
-        return [high == low for high, low in agree[: len(numbers)]]
+        return agree[: len(numbers)]
 
 
 @final
@@ -222,9 +223,3 @@ class GradientMarks:
                 "own loss), or another number of steps; step on every rank alike"
             )
         return largest
-
-
-def _spans(numbers: Tensor, hosts: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Return of each number the largest and the least of all ranks."""
-    largest, smallest = Largest(torch.cat([numbers, -numbers]), hosts).read().view(2, -1).tolist()
-    return [(high, -low) for high, low in zip(largest, smallest)]

@@ -25,7 +25,7 @@ from meshpar.passes.tensor.context import Context
 from meshpar.state.full import OptimizerStates, refuse_copies
 from meshpar.step.calls import installed
 from meshpar.step.gradients import GradientHooks, LeftGradients, UnusedGradients
-from meshpar.step.moment import Guarded, Moment, guards_of
+from meshpar.step.moment import Guarded, MakesGuards, Moment
 from meshpar.step.run import Run, inside_a_call
 from meshpar.trials.engine import report
 from meshpar.trials.experts import watch_experts
@@ -50,7 +50,11 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
     else:
         first, last = own_guards(guarded)
         trials = runtime.standing_in(FirstRuns(guarded)) if verify else None
-        moments += [*first, *guards_of(guarded), *last, *([] if trials is None else [trials])]
+        # Sorted: what guards exchange comes in this order, on hosts where packages were installed in another one, too.
+        names = sorted(registry.names(registry.GUARDS))
+        makers: list[MakesGuards] = [registry.plugin(registry.GUARDS, name) for name in names]
+        of_packages = [guard for make in makers for guard in make(guarded)]
+        moments += [*first, *of_packages, *last, *([] if trials is None else [trials])]
         data_pass, splits = resolved.data_pass, resolved.divided(Role.FEATURES)
         unit_pass, features = None if data_pass is None else data_pass.name, facts.find(Context) if splits else None
         explanation = Explanation(module, title, features=features, unit_pass=unit_pass)

@@ -73,10 +73,12 @@ class PlacedParameters(Guard):
         return [type(child) for child in children], list(map(len, tables)), list(names), list(identities)
 
     def _check(self) -> None:
-        """Refuse parameters other than the plan's. Loading with ``assign=True`` hands units other ones."""
         self._units.hide()
-        if self._now() == self._state:
-            return
+        if self._now() != self._state:
+            self._refuse_others()
+
+    def _refuse_others(self) -> None:
+        """Refuse parameters other than the plan's. Loading with ``assign=True`` hands units other ones."""
         now = dict(self._module.named_parameters(remove_duplicate=False))
         sharded = set(map(id, self._units.shards()))
         accepted = {*self._names.values(), *sharded, *self._assigned(now, sharded)}

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshpar._torch.units import Units
-from meshpar.core import registry
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Facts, Guards
 from meshpar.core.resolved import Resolved
@@ -50,17 +49,13 @@ class Moment:
         """After a call of the module that raised an error, which is raised again whatever happens here."""
 
     def before_unit(self, name: str, unit: nn.Module) -> None:
-        """Before the forward of a unit of data parallelism, whose weights are not gathered yet; also where a backward
-        computes it again.
-        """
+        """Before a forward of a unit of data parallelism, not gathered yet; also where a backward computes it again."""
 
     def wants_gradients(self, forward: Forward) -> None:
         """After a call of the module whose gradients are wanted, when all looked at its output."""
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
-        """Before a backward, of any model, runs from ``roots``, tensors or nodes; ``reaches()`` tells whether it
-        reaches a forward of the module.
-        """
+        """Before any model's backward from ``roots``, tensors or nodes; ``reaches()``: a forward of the module."""
 
     def begin_backward(self, forward: Forward | None) -> None:
         """Where a backward comes to an output of ``forward``; None: into a unit by another way."""
@@ -85,9 +80,7 @@ class Moment:
         """After a backward, when gradients are reduced."""
 
     def before_micro_batch(self, left: int) -> None:
-        """Before a micro-batch of ``par.accumulate``; ``left``: 2 before others, 1 before the last one, 0 where this
-        rank has none.
-        """
+        """Before a micro-batch of ``par.accumulate``; ``left``: 2 before others, 1 before the last, 0: none is here."""
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         """Before an optimizer's step; not ``trains``: it holds no parameter of the module."""
@@ -158,11 +151,3 @@ class Guarded:
 
 MakesGuards: TypeAlias = Callable[[Guarded], Iterable[Guard]]
 """An entry point of the group ``meshpar.guards``: returns the guards of one module."""
-
-
-def guards_of(guarded: Guarded) -> tuple[Guard, ...]:
-    """Return the guards of a module from installed packages."""
-    # Sorted: what guards exchange comes in this order, on hosts where packages were installed in another one, too.
-    names = sorted(registry.names(registry.GUARDS))
-    makers: list[MakesGuards] = [registry.plugin(registry.GUARDS, name) for name in names]
-    return tuple(guard for make in makers for guard in make(guarded))
