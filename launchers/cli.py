@@ -12,6 +12,7 @@ from typing import Annotated, ParamSpec
 import typer
 from typer import Argument, Option
 
+from meshpar import checkpoints as steps
 from meshpar.launchers.commands import Debug, Overrides, RecipeOrShape, Trust
 from meshpar.launchers.commands import launch as launch_commands
 from meshpar.process.imports import quick_imports
@@ -315,36 +316,28 @@ def import_model(
 @_reported
 def ls(root: Root, debug: Debug = False) -> None:
     """List the committed steps and unfinished folders."""
-    from meshpar.checkpoints import list_steps
-
-    print(list_steps(root))
+    print(steps.list_steps(root))
 
 
 @checkpoints.command()
 @_reported
 def show(step: Step, debug: Debug = False) -> None:
     """Print the origin of a step and a table of its tensors."""
-    from meshpar.checkpoints import show_step
-
-    print(show_step(step))
+    print(steps.show_step(step))
 
 
 @checkpoints.command()
 @_reported
 def verify(step: Step, debug: Debug = False) -> None:
     """Verify every byte of a step against the saved checksums."""
-    from meshpar.checkpoints import verify_step
-
-    print(verify_step(step))
+    print(steps.verify_step(step))
 
 
 @checkpoints.command()
 @_reported
 def diff(one: Step, other: Step, debug: Debug = False) -> None:
     """Print the differences between two steps."""
-    from meshpar.checkpoints import diff_steps
-
-    print(diff_steps(one, other))
+    print(steps.diff_steps(one, other))
 
 
 @checkpoints.command()
@@ -356,9 +349,7 @@ def prune(
     debug: Debug = False,
 ) -> None:
     """Delete old steps and the leftovers of dead processes."""
-    from meshpar.checkpoints import prune_steps
-
-    print(prune_steps(root, keep, best=best))
+    print(steps.prune_steps(root, keep, best=best))
 
 
 @checkpoints.command()
@@ -367,18 +358,14 @@ def pin(
     step: Step, unpin: Annotated[bool, Option("--unpin", help="Remove the step's pin.")] = False, debug: Debug = False
 ) -> None:
     """Protect a step from being deleted by retention or prune."""
-    from meshpar.checkpoints import pin_step
-
-    print(pin_step(step, pinned=not unpin))
+    print(steps.pin_step(step, pinned=not unpin))
 
 
 @checkpoints.command()
 @_reported
 def rm(step: Step, debug: Debug = False) -> None:
     """Delete one step, unless it is pinned."""
-    from meshpar.checkpoints import remove_step
-
-    print(remove_step(step))
+    print(steps.remove_step(step))
 
 
 app.add_typer(checkpoints, name="checkpoints")
