@@ -177,11 +177,8 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "rope_theta": config.get("rope_theta", 10_000.0),
-        **(config.get("rope_scaling") or {}),
-        **(config.get("rope_parameters") or {}),
-    }
+    scaling, parameters = (config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+    return {"rope_theta": config.get("rope_theta", 10_000.0), **scaling, **parameters}
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:

@@ -61,10 +61,8 @@ class StoredModel:
         self._source = source
         saved = in_order(name for name in source.tensors if name.startswith(MODEL))
         self._names = {clean_name(name.removeprefix(MODEL)): name for name in saved}
-        if len(self._names) != len(saved):
-            raise CheckpointError(
-                f"{len(saved)} tensors have only {len(self._names)} names without the parts of wrappers"
-            )
+        if (count := len(self._names)) != len(saved):
+            raise CheckpointError(f"{len(saved)} tensors have only {count} names without the parts of wrappers")
         if not saved:
             raise CheckpointError(f"{source.folder} has no tensors of a model (no name begins with {MODEL!r})")
         for group in tied:  # each under its first name

@@ -112,10 +112,8 @@ class Background:
     def _log_at_exit(self) -> None:
         """Log the error that nothing raised: a save whose program has ended fails without threads."""
         if self._failure is not None:
-            _log.error(
-                "the last save in the background is lost: %s; call close() of the CheckpointManager at the end",
-                self._failure,
-            )
+            text = "the last save in the background is lost: %s; call close() of the CheckpointManager at the end"
+            _log.error(text, self._failure)
 
 
 _PIECE_BYTES = 16 << 20

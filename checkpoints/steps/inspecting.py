@@ -44,6 +44,7 @@ def show_step(path: PlaceLike) -> str:
     model = {name: entry for name, entry in manifest.tensors.items() if name.startswith(MODEL)}
     count = sum(math.prod(entry["shape"]) for entry in model.values())
     kinds = "none" if manifest.optimizer is None else manifest.optimizer["class"]
+    optimizer = kinds if isinstance(kinds, str) else ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
     by = f"{manifest.world_size} ranks, {_mesh(manifest)}, {manifest.device}, torch {manifest.versions.get('torch')}"
     facts = [
         ("step", str(manifest.step)),
@@ -52,10 +53,7 @@ def show_step(path: PlaceLike) -> str:
         ("plan", manifest.plan),
         ("size", f"{_size(_bytes(manifest))} in {len(manifest.files)} files"),
         ("model", f"{count:,} elements in {len(model)} tensors"),
-        (
-            "optimizer",
-            kinds if isinstance(kinds, str) else ", ".join(f"{name}: {kind}" for name, kind in kinds.items()),
-        ),
+        ("optimizer", optimizer),
         *(("tied", " = ".join(group)) for group in manifest.tied),
         *((f"metric {name}", f"{value:.6g}") for name, value in manifest.metrics.items()),
     ]
@@ -88,10 +86,8 @@ def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
         for name in ("step", "mesh", "world_size", "plan", "extra", "metrics", "versions")
         if getattr(first, name) != getattr(second, name)
     ]
-    sources = [
-        DistributedCheckpoint(manifest.files_in(folder), sums=Sums(manifest))
-        for manifest, folder in zip((first, second), folders)
-    ]
+    pairs = zip((first, second), folders)
+    sources = [DistributedCheckpoint(manifest.files_in(at), sums=Sums(manifest)) for manifest, at in pairs]
     same = 0
     for name in (name for name in first.tensors if name in second.tensors):
         if difference := _difference(name, (first, second), sources):

@@ -344,8 +344,14 @@ def _model_problems(recipe: Recipe, *, disks: bool) -> Conflicts:
     for text in folder_problems(recipe.model) if disks else ():
         yield "model", f"{text}; {_DOWNLOAD}" if text.startswith("weights: ") else text
     models = [("model", recipe.model), *([("teacher.model", recipe.teacher.model)] if recipe.teacher else [])]
-    for field, section in models:
-        yield from ((field, text) for text in _shape_problems(section))
+    for field, model in models:
+        try:
+            if model.kind in ("transformer", "gpt2"):
+                model_config(model, vocab_size=512)
+            elif model.kind == "huggingface" and isinstance(model.config, dict) and "model_type" not in model.config:
+                yield field, "config: a config.json names its model_type, such as llama, qwen3 or gpt2"
+        except ValueError as error:
+            yield field, str(error)
 
 
 def folder_problems(section: Any) -> Iterator[str]:  # one of the sections of models
@@ -356,16 +362,6 @@ def folder_problems(section: Any) -> Iterator[str]:  # one of the sections of mo
     folder = section.config if section.kind == "huggingface" and isinstance(section.config, str) else None
     if folder is not None and not (expanded(Path(folder)) / "config.json").is_file():
         yield f"config: no config.json in {folder}"
-
-
-def _shape_problems(section: Any) -> Iterator[str]:
-    try:
-        if section.kind in ("transformer", "gpt2"):
-            model_config(section, vocab_size=512)
-        elif section.kind == "huggingface" and isinstance(section.config, dict) and "model_type" not in section.config:
-            yield "config: a config.json names its model_type, such as llama, qwen3 or gpt2"
-    except ValueError as error:
-        yield str(error)
 
 
 def calling_problems(recipe: Recipe, document: Document) -> list[str]:

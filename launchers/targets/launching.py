@@ -75,22 +75,18 @@ class LaunchRequest:
             advice = f"pass --mesh auto, or a --mesh of {nodes} x {ranks} ranks, or other --nodes and --nproc"
             raise MeshError(f"{str(error).partition(';')[0]}; {advice}") from error
 
-    def check_words(self) -> None:
-        """Raise LaunchError if words that the job's files would repeat are wrong, or look like credentials."""
-        if not self.ranks_per_node:
-            raise LaunchError(
-                "the number of ranks per node is 0; pass --gpus-per-node, or for CPUs --gpus-per-node 0 --nproc RANKS"
-            )
-        if words := secret_words([*self.arguments, *self.options, *shlex.split(self.check or "")]):
-            raise LaunchError(
-                f"{', '.join(words)}: this looks like a credential, and the job file and {COMMAND} are readable files; "
-                f"{REMEDY}"
-            )
-
 
 def launch_job(asked: LaunchRequest) -> str:
     """Render a job into a new folder of the run, submit it on request, and return a summary; raises every problem."""
-    asked.check_words()
+    if not asked.ranks_per_node:
+        raise LaunchError(
+            "the number of ranks per node is 0; pass --gpus-per-node, or for CPUs --gpus-per-node 0 --nproc RANKS"
+        )
+    if words := secret_words([*asked.arguments, *asked.options, *shlex.split(asked.check or "")]):
+        raise LaunchError(
+            f"{', '.join(words)}: this looks like a credential, and the job file and {COMMAND} are readable files; "
+            f"{REMEDY}"
+        )
     plugin = make_target(asked.target, registry.plugin(registry.LAUNCHERS, asked.target), asked.options)
     if asked.elastic not in ("", *ELASTIC):
         raise LaunchError(f"--elastic is {asked.elastic!r}; expected {' or '.join(ELASTIC)}")
