@@ -74,7 +74,7 @@ class ModuleOnMesh:
 
     @property
     def loss_size(self) -> int:
-        """Number of different losses, over which gradients are averaged and :meth:`data_sum` sums."""
+        """Number of losses, of other samples or positions: :meth:`data_sum` adds over them, gradients are averaged."""
         return math.prod(self.resolved.held.axes[axis] for axis in self.resolved.averaged)
 
     @property
@@ -167,7 +167,7 @@ class ModuleOnMesh:
         return self.begin_token_scale(tokens)()
 
     def begin_token_scale(self, tokens: int | Tensor) -> Callable[[], Tensor]:
-        """Start :meth:`token_scale`, and return what waits for it. Collective: every rank calls both."""
+        """Start :meth:`token_scale`; return what waits for it, so that work overlaps. Collective, both of them."""
         self.run.agree("par.token_scale")
         count = torch.zeros((), device=self.device) + tokens
         first, *others = self.resolved.averaged or (None,)

@@ -99,7 +99,8 @@ class TrainingSteps(ModuleOnMesh):
         """Run the forwards and backwards of one optimizer step, on any mesh, and return the sum of the losses.
 
         ``total = par.backward(micro_batches, lambda module, batch: loss_sum(module, batch) * scale)`` is the loop over
-        :meth:`accumulate`, and the one way to train where a pass divides layers.
+        :meth:`accumulate`, and the one way to train where a pass divides layers: a stage's part of ``loss`` ends where
+        its last block has run.
 
         Args:
             micro_batches: any iterable; every rank passes the same number, and ranks that share samples the same.
@@ -167,7 +168,7 @@ class TrainingSteps(ModuleOnMesh):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their joint norm is at most ``max_norm``; the host does not wait for the device.
+        """Scale all gradients so that their joint norm, in which a replicated one counts once, is at most ``max_norm``.
 
         Args:
             max_norm: largest norm. ``inf`` measures the norm and scales nothing.
@@ -180,7 +181,7 @@ class TrainingSteps(ModuleOnMesh):
         Raises:
             MeshparError: the gradients of a step are not reduced yet.
 
-        Collective: every rank calls it, for one small all-reduce for each axis.
+        Collective: every rank calls it, for one small all-reduce for each axis. The host does not wait for the device.
         """
         return self.clip_grad_norms_(max_norm, norm_type=norm_type)[""]
 
