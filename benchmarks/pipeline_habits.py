@@ -171,7 +171,7 @@ HABITS: dict[str, Habit] = {
     "fails_before": _habit("errors", (ONCE,), before=("if not SEEN:", "    raise ValueError"), backward=TRY),
     "fails_in_a_block": _habit("errors", (ONCE,), block=("if NOW[0] == @k and not SEEN:", "    raise ValueError"), backward=TRY),
     "fails_in_data": _habit("errors", (ONCE,), backward=("try:", "    par.backward((one for one in (*micro, 1 / 0 if SEEN else None)), loss)", "except (TypeError, ZeroDivisionError, MeshparError):", "    optimizer.zero_grad()", "total = par.backward(micro, loss)")),
-    "fails_on_one_rank": _habit("errors", (ONCE,), before=("if not SEEN and par.rank() in (0, @k):", "    raise ValueError"), backward=TRY),
+    "fails_on_one_rank": _habit("errors", (ONCE,), before=("if not SEEN and par.rank() // par.data_size in (0, @k):", "    raise ValueError"), backward=TRY),
     "fails_uncleared": _habit("errors", (ONCE,), value=("if not SEEN:", "    raise ValueError"), backward=tuple(line for line in TRY if "zero_grad" not in line)),
     "fails_in_a_hook": _habit("errors", (ONCE,), start="hooked = module.head.register_forward_hook(lambda *_: 1 / 0 if NOW[0] == @k and not SEEN else None)", backward=(*TRY[:2], "except (ZeroDivisionError, MeshparError):", *AGAIN[1:], TRY[-1])),
     # Writes, after apply

@@ -38,20 +38,13 @@ __all__ = [
 
 _TOOLS = ("diff_steps", "list_steps", "pin_step", "prune_steps", "remove_step", "show_step", "verify_step")
 _HOMES = {
-    "export.gguf": ("export_gguf",),
-    "export.live": ("Published", "export_module"),
-    "export.published": ("Digest",),
-    "export.safetensors": ("export_safetensors",),
-    "format.dcp": ("DistributedCheckpoint",),
-    "format.manifest": ("Manifest", "read_manifest"),
-    "format.verify": ("verify_files",),
-    "format.weights": ("Safetensors", "TorchWeights"),
-    "steps.importing": ("import_safetensors",),
-    "steps.inspecting": _TOOLS,
-    "steps.manager": ("CheckpointManager",),
-    "steps.restoring": ("RestoredState",),
+    "export.gguf": ("export_gguf",), "export.live": ("Published", "export_module"), "export.published": ("Digest",),
+    "export.safetensors": ("export_safetensors",), "format.dcp": ("DistributedCheckpoint",),
+    "format.manifest": ("Manifest", "read_manifest"), "format.verify": ("verify_files",),
+    "format.weights": ("Safetensors", "TorchWeights"), "steps.importing": ("import_safetensors",),
+    "steps.inspecting": _TOOLS, "steps.manager": ("CheckpointManager",), "steps.restoring": ("RestoredState",),
     "steps.steps": ("open_step",),
-}
+}  # fmt: skip
 
 # An export needs torch's tensors, and must not wait for torch.distributed.
 __getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -98,16 +98,7 @@ class GPT2(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
     ) -> ModelOutput:
-        """Predict each next token; return the logits, and the mean loss if ``labels`` are given.
-
-        Args:
-            input_ids: (B, L) int64.
-            labels: (B, L) int64, aligned with ``input_ids``: the model shifts them by one. -100 is not counted.
-            position_ids: (B, L) or (1, L) int64, which restart with each document of a row; None: 0 .. L-1.
-
-        Raises:
-            ValueError: the sequence is longer than ``config.n_positions``.
-        """
+        """As :meth:`Transformer.forward`; ValueError: the sequence is longer than ``config.n_positions``."""
         positions_BL = positions_of(input_ids, self.config.n_positions) if position_ids is None else position_ids
         logits_BLV = self.lm_head(self.transformer(input_ids, positions_BL, position_ids))
         return ModelOutput(None if labels is None else next_token_loss(logits_BLV, labels), logits_BLV)

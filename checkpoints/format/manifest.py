@@ -154,29 +154,15 @@ def read_manifest(folder: PlaceLike) -> Manifest:
 # ...): one of these.
 _CHUNK = {0: [int], 1: [int], 2: str, 3: int, 4: int}  # of a list
 _KINDS: Mapping[str, Any] = {
-    "step": int,
-    "saved_at": str,
-    "files": {str: {"size": int, "crc32": int}},
-    "mesh": {str: int},
-    "world_size": int,
-    "device": str,
-    "plan": str,
-    "tensors": {str: {"dtype": str, "shape": [int], "chunks": [_CHUNK]}},
-    "tied": [[str]],
-    "weights": [dict],
-    "config": dict,
-    "optimizer": (
-        None,
-        {"class": (str, {str: str}), "groups": [{"params": [str], "options": dict}], "state": {str: dict}},
-    ),
-    "seed": int,
-    "extra": dict,
-    "rank_extra": list,
-    "metrics": {str: (int, float, None)},
-    "versions": {str: str},
-    "averages": {str: {"updates": int, "calls": int}},
-    "parts": str,
-}
+    "step": int, "saved_at": str, "files": {str: {"size": int, "crc32": int}},
+    "mesh": {str: int}, "world_size": int, "device": str, "plan": str,
+    "tensors": {str: {"dtype": str, "shape": [int], "chunks": [_CHUNK]}}, "tied": [[str]],
+    "weights": [dict], "config": dict,
+    "optimizer": (None, {"class": (str, {str: str}), "groups": [{"params": [str], "options": dict}],
+                         "state": {str: dict}}),
+    "seed": int, "extra": dict, "rank_extra": list, "metrics": {str: (int, float, None)}, "versions": {str: str},
+    "averages": {str: {"updates": int, "calls": int}}, "parts": str,
+}  # fmt: skip
 
 
 def _is(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or types in a list, dict or tuple

@@ -289,6 +289,8 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         validated = None if split.validation is None else samples(recipe, split.validation, par)
     if too_few := filling_problem(recipe, len(trained)):
         raise RecipeError(f"{recipe.where('data.micro_batch')}: {too_few}")
+    # The order is drawn once and equal at every validation, so that its first validate_steps are a fair sample.
+    validation = None if validated is None else Batches(validated, seed=recipe.seed, **share)
     train = Batches(
         trained,
         accumulate=section.accumulate,
@@ -304,8 +306,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
             f"{recipe.where('training.steps')}: the epochs of the sources in data.mix give {train.steps_per_epoch:,} "
             f"steps, and training.steps is {steps:,}; lower it, or raise their epochs"
         )
-    # The order is drawn once and equal at every validation, so that its first validate_steps are a fair sample.
-    return train, None if validated is None else Batches(validated, seed=recipe.seed, **share)
+    return train, validation
 
 
 def _mixed(recipe: Recipe, files: Mapping[str, TokenFile], *, once: bool = False) -> MixedSamples:

@@ -43,13 +43,13 @@ class SkyPilot(Target):
         """Return the task file and the files beside it; raises LaunchError without the name of the job's GPUs."""
         if job.gpus_per_node and not self.accelerators:
             raise LaunchError("skypilot requires the name of the GPUs; add -o accelerators=H100, or another name")
+        # The bucket's folder of the run is mounted where the job writes, relative or absolute.
         name, _, count = self.accelerators.partition(":")
         if count and count != str(job.gpus_per_node):
             raise LaunchError(
                 f"accelerators={self.accelerators} and --gpus-per-node {job.gpus_per_node} are two numbers of GPUs; "
                 f"write -o accelerators={name}, or --gpus-per-node {count}"
             )
-        # the bucket's folder of the run, mounted where the job writes, relative or absolute
         relative = job.run.is_relative_to(Path.cwd())
         folder = job.run.relative_to(Path.cwd() if relative else "/")
         source = {"source": f"{self.bucket.rstrip('/')}/{folder}", "mode": "MOUNT"}

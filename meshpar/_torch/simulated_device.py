@@ -7,7 +7,6 @@
 - ``grouped_mm_shape``, ``groups_of_any_dtype``: torch knows shapes of grouped products of bfloat16 alone.
 
 The rest is called by the simulation's own process alone, but for :func:`hidden_propagation`:
-
 - ``_setup_privateuseone_for_python_backend``: streams written in Python (pytorch/pytorch#155101), until it is public.
 - ``FakeTensorMode.avoid_device_init``: ``torch.tensor(x, device=...)`` would be made on a device that does not exist.
 - ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor learns shapes from fake tensors of the global size,

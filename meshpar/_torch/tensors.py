@@ -26,23 +26,10 @@ from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
-    "BatchNorm",
-    "Dropout",
-    "call_hooks",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_lerp_",
-    "foreach_mul_",
-    "foreach_norm",
-    "gradient_hooks",
-    "held_part",
-    "memory_of",
-    "persistent_buffers",
-    "tensor_leaves",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-]
+    "BatchNorm", "Dropout", "call_hooks", "foreach_add_", "foreach_copy_", "foreach_lerp_", "foreach_mul_",
+    "foreach_norm", "gradient_hooks", "held_part", "memory_of", "persistent_buffers", "tensor_leaves", "tree_leaves",
+    "tree_map", "tree_map_only",
+]  # fmt: skip
 
 
 def tensor_leaves(values: object) -> list[Tensor]:

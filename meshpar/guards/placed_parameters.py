@@ -115,7 +115,6 @@ class PlacedParameters(Guard):
                 f"the class of a {changed} in the module was replaced after plan.apply, whose passes have changed "
                 "what a call of it does; give it its class before plan.apply, or replace its forward"
             )
-        # modules without parameters, the same parameters in other modules, or others that units have taken
         self.record()
 
     def _assigned(self, now: Mapping[str, nn.Parameter], sharded: Collection[int]) -> set[int]:

@@ -54,9 +54,7 @@ class SmallAdamW(torch.optim.Optimizer):
 
     Args:
         module: the parallel module or its ``Parallelized``; build the optimizer after ``plan.apply``.
-        lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second moment.
+        lr, betas, eps: as in ``torch.optim.AdamW``.
         weight_decay: decoupled decay of parameters with two dims or more.
         states: ``"8bit"`` or ``"bfloat16"``.
         stochastic: round up or down by chance, in proportion to the distance; parameters in bfloat16 too. The bits

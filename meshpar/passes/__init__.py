@@ -12,18 +12,6 @@ from meshpar.passes.tensor.context import Style
 from meshpar.passes.tensor.parallel import TensorParallel
 
 __all__ = [
-    "ActivationCheckpoint",
-    "Compile",
-    "ContextParallel",
-    "ExpertParallel",
-    "Float8",
-    "FullyShard",
-    "HybridShard",
-    "Pass",
-    "PipelineParallel",
-    "Replicate",
-    "Role",
-    "Stage",
-    "Style",
-    "TensorParallel",
-]
+    "ActivationCheckpoint", "Compile", "ContextParallel", "ExpertParallel", "Float8", "FullyShard", "HybridShard",
+    "Pass", "PipelineParallel", "Replicate", "Role", "Stage", "Style", "TensorParallel",
+]  # fmt: skip

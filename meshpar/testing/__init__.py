@@ -20,18 +20,6 @@ from meshpar.testing.parity import (
 from meshpar.testing.ranks import PRELOAD, RankFailure, launch, on_ranks
 
 __all__ = [
-    "PRELOAD",
-    "Memory",
-    "RankFailure",
-    "Record",
-    "assert_parity",
-    "assert_records_match",
-    "launch",
-    "on_ranks",
-    "one_process",
-    "random_tokens",
-    "token_loss_sum",
-    "token_steps",
-    "train_steps",
-    "whole",
-]
+    "PRELOAD", "Memory", "RankFailure", "Record", "assert_parity", "assert_records_match", "launch", "on_ranks",
+    "one_process", "random_tokens", "token_loss_sum", "token_steps", "train_steps", "whole",
+]  # fmt: skip

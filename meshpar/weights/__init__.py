@@ -4,16 +4,6 @@ from meshpar.weights.maps import Mapped, TypedSource, WeightMap, WeightSource, a
 from meshpar.weights.rules import Fuse, Permute, Rename, Split, Transpose, Unstack
 
 __all__ = [
-    "Fuse",
-    "Mapped",
-    "Permute",
-    "Rename",
-    "Split",
-    "Transpose",
-    "TypedSource",
-    "Unstack",
-    "WeightMap",
-    "WeightSource",
-    "average_called",
-    "dtypes_of",
-]
+    "Fuse", "Mapped", "Permute", "Rename", "Split", "Transpose", "TypedSource", "Unstack", "WeightMap", "WeightSource",
+    "average_called", "dtypes_of",
+]  # fmt: skip

@@ -95,11 +95,11 @@ _MOST_STARS = 4  # in one part of a name: the time to match grows with the power
 
 @lru_cache(maxsize=1024)
 def _regex(pattern: str) -> re.Pattern[str]:
+    """Return an expression of atomic parts: what one part's '*' stand for need not be tried again for the others."""
     if (stars := max(part.count("*") for part in pattern.split("."))) > _MOST_STARS:
         raise LayoutError(
             f"the pattern {pattern!r} has {stars} '*' in one part of a name; expected at most {_MOST_STARS}"
         )
-    # Parts are atomic: what one part's '*' stand for need not be tried again for the others.
     parts = ("([^.]*)".join(map(re.escape, part.split("*"))) for part in pattern.split("."))
     return re.compile(r"\.".join(rf"(?>{part}(?=\.|\Z))" for part in parts))
 

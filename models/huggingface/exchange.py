@@ -247,12 +247,12 @@ class _WholeSequence:
         queries = slice(None) if self._exchange.transport == "heads" else self._exchange.rows(length, device)
         rows = torch.arange(len(ids), device=device)[:, None, None, None]
         made_of = _made_of(mask_function)
+        # Masks follow positions in documents, as transformers asks for packed rows.
         if any(isinstance(value, Tensor) and value.ndim > 1 for value in made_of):
             raise MeshparError(
                 "the model's mask looks at more than positions (kinds of tokens, blocks), of which a rank has a part; "
                 "use a mesh without cp"
             )
-        # By positions in their documents, as transformers asks for packed rows.
         allowed = same & mask_function(rows, torch.zeros_like(rows), ids[:, None, queries, None], ids[:, None, None, :])
         self._causal = self._causal and not self._looks_ahead(mask_function, made_of, length, queries, device)
         if self._counted is not None:

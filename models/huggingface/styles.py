@@ -37,18 +37,16 @@ _FEED_FORWARDS = (
     (("c_fc",), "c_proj"),
 )
 
-# fmt: off
 VERIFIED: tuple[str, ...] = (
-    "bart", "bert", "bert-generation", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom",
-    "camembert", "codegen", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra",
-    "encoder-decoder", "ernie", "falcon", "fnet", "fuyu", "git", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo",
-    "gpt_neox_japanese", "gptj", "gte", "jina_embeddings_v3", "layoutlm", "longt5", "m2m_100", "marian", "mbart",
-    "megatron-bert", "mobilebert", "modernvbert", "mra", "mt5", "nllb-moe", "nomic_bert", "openai-gpt", "opt",
-    "pegasus", "persimmon", "plbart", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
-    "seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5", "tapas", "umt5", "whisper", "xlm", "xlm-roberta",
-    "xlm-roberta-xl", "xmod", "yoso", "zamba", "zamba2",
+    *("bart", "bert", "bert-generation", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom"),
+    *("camembert", "codegen", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra"),
+    *("encoder-decoder", "ernie", "falcon", "fnet", "fuyu", "git", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo"),
+    *("gpt_neox_japanese", "gptj", "gte", "jina_embeddings_v3", "layoutlm", "longt5", "m2m_100", "marian", "mbart"),
+    *("megatron-bert", "mobilebert", "modernvbert", "mra", "mt5", "nllb-moe", "nomic_bert", "openai-gpt", "opt"),
+    *("pegasus", "persimmon", "plbart", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+    *("seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5", "tapas", "umt5", "whisper", "xlm", "xlm-roberta"),
+    *("xlm-roberta-xl", "xmod", "yoso", "zamba", "zamba2"),
 )
-# fmt: on
 """Architectures whose table from here was exact under every plan of ``benchmarks/architectures.py``."""
 
 

@@ -117,16 +117,16 @@ def wait_all(works: Iterable[dist.Work | None]) -> None:
             work.wait()
 
 
-_WRITTEN = (
-    "a parameter was written between the micro-batches of one step, which share their weights; write before the first "
-    "of them, or after the optimizer's step"
-)
 # units whose slices are gathered before they are needed, on an accelerator; on a CPU they have a group of their own,
 # and all are
 _AHEAD = 2
 # exchanges of one unit that are under way at once, because a link between replicas stands still between one exchange
 # and the next
 _PARTS = 4
+_WRITTEN = (
+    "a parameter was written between the micro-batches of one step, which share their weights; write before the first "
+    "of them, or after the optimizer's step"
+)
 
 
 @final

@@ -22,22 +22,11 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Installed, Pass, Role, Stage
+from meshpar.passes.pipeline import stand_ins
 from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, check_stages, even_cuts, examine
 from meshpar.passes.pipeline.portion import Chunk, OtherLayers, Portion, Rule
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES
-from meshpar.passes.pipeline.stand_ins import (
-    BlockStandIn,
-    Carried,
-    HeadStandIn,
-    IdleStandIn,
-    TailStandIn,
-    put,
-    refuse_idle,
-    stand_in,
-    standing_for,
-    twin_of,
-)
 from meshpar.passes.tensor.random import draws_random
 
 _EXAMINED = WeakKeyDictionary[nn.Module, tuple[ModelLayout, Anatomy]]()
@@ -125,24 +114,24 @@ class PipelineParallel(Pass):  # type: ignore[override]
         stages_here = range(rank, ranks * self.virtual, ranks)
         blocks_here = {name for stage in stages_here for name in anatomy.blocks[bounds[stage] : bounds[stage + 1]]}
         before = _state_of(module)
-        carried, draws = Carried(), layout.dropout or draws_random(module)
+        carried, draws = stand_ins.Carried(), layout.dropout or draws_random(module)
         kept = {id(module.get_parameter(name)) for name, having in shared.items() if rank in having}
         outside = _outside(anatomy)
         for name in anatomy.blocks:
             if name not in blocks_here and name not in anatomy.reshaping:
-                put(module, name, BlockStandIn(carried, module.get_submodule(name), name))
+                stand_ins.put(module, name, stand_ins.BlockStandIn(carried, module.get_submodule(name), name))
         away = [name for name, number in outside.items() if rank_of_block[number] != rank]
         away += [name for name in anatomy.blocks if name in anatomy.reshaping and name not in blocks_here]
         for name, old in [(name, module.get_submodule(name)) for name in away]:
-            old.twin, old.written = (twin_of(old),), name in anatomy.written  # type: ignore[assignment]
-            stand_in(HeadStandIn, old, kept, carried)
+            old.twin, old.written = (stand_ins.twin_of(old),), name in anatomy.written  # type: ignore[assignment]
+            stand_ins.stand_in(stand_ins.HeadStandIn, old, kept, carried)
         for old in [module.get_submodule(name) for name in anatomy.idle]:
             if rank > 0:
-                stand_in(IdleStandIn, old, kept, carried)
+                stand_ins.stand_in(stand_ins.IdleStandIn, old, kept, carried)
             else:
-                old.register_forward_pre_hook(refuse_idle)
+                old.register_forward_pre_hook(stand_ins.refuse_idle)
         for old in [module.get_submodule(name) for name in anatomy.tail if rank < ranks - 1]:
-            stand_in(TailStandIn, old, kept, carried)
+            stand_ins.stand_in(stand_ins.TailStandIn, old, kept, carried)
         carries = ((), *anatomy.carried, ())  # before the first block, behind each, and behind the last one
         chunks = tuple(
             Chunk(tuple(map(module.get_submodule, anatomy.blocks[first:end])), first, carries[first], carries[end])
@@ -180,7 +169,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
 
 
 def _rules(
-    module: nn.Module, anatomy: Anatomy, chunks: Sequence[Chunk], mine: Collection[str], carried: Carried
+    module: nn.Module, anatomy: Anatomy, chunks: Sequence[Chunk], mine: Collection[str], carried: stand_ins.Carried
 ) -> dict[str, Rule]:
     """Return the names of modules -> what their calls do on this rank, which has the blocks ``mine``."""
     rules = defaultdict[str, Rule](Rule)
@@ -196,16 +185,18 @@ def _rules(
         for name in (*anatomy.blocks[chunk.first : chunk.end + 1], *outside_blocks, *ends) if len(chunks) > 1 else ():
             child = module.get_submodule(name)
             if name in anatomy.reshaping or name in outside_blocks:
-                otherwise: nn.Module = standing_for(carried, twin_of(child), name in anatomy.written)
+                otherwise: nn.Module = stand_ins.standing_for(
+                    carried, stand_ins.twin_of(child), name in anatomy.written
+                )
             else:
-                otherwise = TailStandIn() if name in ends else BlockStandIn(carried, child)
+                otherwise = stand_ins.TailStandIn() if name in ends else stand_ins.BlockStandIn(carried, child)
             rules[name].only, rules[name].otherwise = index, otherwise
     for result in dict.fromkeys(result for chunk in chunks for result in (*chunk.takes, *chunk.gives)):
         rules[result.module].results += (result,)
     for number, name in enumerate(anatomy.blocks):
         rules[name].number = number
     for name, child in module.named_modules():
-        if isinstance(child, TailStandIn):
+        if isinstance(child, stand_ins.TailStandIn):
             rules[name].only, rules[name].otherwise = -1, child
     return dict(rules)
 
