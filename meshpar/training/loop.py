@@ -292,14 +292,20 @@ class Trainer:
 
     def _make_step(self, batches: Iterator[list[TensorBatch]]) -> bool:
         """Train a step; return whether it counts: a stop request or the other replicas may have ended it."""
-        work, replicas, counted = self._work, self.replicas, None
         shared = self._peers.begin(self._reason)  # may take over the others' position
         position, place = self.data.state_dict(), self.course.place_of(self.step, self.data)
-        micro_batches = next(batches) if shared is None else shared
+        if self._train_step(next(batches) if shared is None else shared, place):
+            return True
+        if shared is None:
+            self.data.load_state_dict(position)
+        return False
+
+    def _train_step(self, micro_batches: list[TensorBatch], place: float) -> bool:
+        """Train on micro-batches, with the learning rate at a place of the schedule; return whether the step counts."""
+        work, replicas, counted = self._work, self.replicas, None
         self.par.manual_seed(mix(self.settings.seed, self.step, *([] if replicas is None else [replicas.slot])))
         gradients = work.backward(micro_batches, self.data.samples, self._stop if replicas is None else None)
-        if gradients is None:  # there are no other replicas, and the ranks stop
-            self.data.load_state_dict(position)
+        if gradients is None:
             return False
         tokens, sums = gradients
         if replicas is not None:

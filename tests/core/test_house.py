@@ -479,17 +479,17 @@ def test_a_setting_has_one_dataclass():
 
 
 MOST = {
-    "classes over 300 lines": 5,
-    "classes over 15 attributes": 5,
+    "classes over 300 lines": 0,
+    "classes over 15 attributes": 2,
     "classes over 10 constructor arguments": 1,
-    "class names with several meanings": 14,
+    "class names with several meanings": 0,
     "files that read a record on the module": 0,
     "files that ask whether ranks are simulated": 0,
     "imports by text": 0,
-    "private names of others outside their room": 30,
-    "code wrapped around a trailing comment": 5,
-    "variables without a noun": 469,
-    "files loose in meshpar": 3,
+    "private names of others outside their room": 28,
+    "code wrapped around a trailing comment": 0,
+    "variables without a noun": 88,
+    "files loose in meshpar": 2,
 }
 """How many there are. A number only falls: whoever makes one smaller writes the new one here."""
 

@@ -196,7 +196,7 @@ def timed_out(side, *, alike):
     train_evaluated = evaluated(alike=True)
     if alike:
         return train_evaluated(side)
-    with mock.patch("meshpar.exchange.ranks._spans", side_effect=RuntimeError("Timed out waiting 1000ms")):
+    with mock.patch("meshpar.exchange.ranks.Largest.read", side_effect=RuntimeError("Timed out waiting 1000ms")):
         return train_evaluated(side)
 
 

@@ -46,7 +46,8 @@ def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> It
         parts = ", ".join(sorted(module.parametrizations))  # type: ignore[arg-type]
         yield f"{name} computes its {parts} by a parametrization, {skips}; {leave}"
     elif kind.forward is not base.forward and not is_transposed(module):
-        yield f"{name} is a {class_name(module)} with a forward of its own, {skips}; {leave}"
+        own = f"with a forward of its own, which a style for {base.__name__} would skip"
+        yield f"{name} is a {class_name(module)} {own}; {leave}"
     elif own_forward(module) is not None:
         yield f"{name} has a forward that was set on it, {skips}; {leave}"
     elif kind is NonDynamicallyQuantizableLinear:
