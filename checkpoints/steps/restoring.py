@@ -77,19 +77,18 @@ class Restoring:
 
     def open(self, verify: Verify) -> None:
         """Verify the step; collective. Raises CheckpointError on every rank if it is damaged."""
-
-        def verified() -> int:
-            self._manifest = read_manifest(self._folder)
-            files = sorted(self._manifest.files)[self._ranks.rank :: self._ranks.size]
-            self._source = open_verified(self._folder, self._manifest, verify, files)
-            return crc32(self._manifest.to_json().encode())
-
-        seals = self._ranks.everyone("opening the checkpoint", verified)
+        seals = self._ranks.everyone("opening the checkpoint", lambda: self._verified(verify))
         for other in (rank for rank, seal in enumerate(seals) if seal != seals[0]):
             raise CheckpointError(
                 f"{self._folder} is not the same step on rank 0 and on rank {other}; use a file system that all ranks "
                 "share, and restore when no other job replaces the step"
             )
+
+    def _verified(self, verify: Verify) -> int:
+        self._manifest = read_manifest(self._folder)
+        files = sorted(self._manifest.files)[self._ranks.rank :: self._ranks.size]
+        self._source = open_verified(self._folder, self._manifest, verify, files)
+        return crc32(self._manifest.to_json().encode())
 
     def compare(self, *, cast: bool, partial: bool) -> None:
         """Raise one error that lists the differences on all ranks that ``partial`` does not accept; collective."""

@@ -110,7 +110,9 @@ class _FollowedMethod:
 
 
 class _DTensorOfAStage(_OfAStage, DTensor):  # type: ignore[misc]
-    full_tensor, to_local, redistribute = _FollowedMethod(), _FollowedMethod(), _FollowedMethod()
+    full_tensor = _FollowedMethod()  # pyright: ignore[reportAssignmentType]
+    to_local = _FollowedMethod()  # pyright: ignore[reportAssignmentType]
+    redistribute = _FollowedMethod()  # pyright: ignore[reportAssignmentType]
 
 
 _MARKED: Final[Mapping[type, type]] = {

@@ -39,10 +39,12 @@ class Trials(Protocol):
     @property
     def wait(self) -> bool:
         """A trial waits for the next forward."""
+        ...
 
     @property
     def leaves_inference_mode(self) -> bool:
         """The next forward runs without gradients in the place of inference mode."""
+        ...
 
     def run(self, forward: Callable[..., Any], inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return ``forward(inner, args, kwargs)``, and run the trials that wait for it."""

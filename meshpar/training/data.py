@@ -38,9 +38,11 @@ class SampleSet(Protocol):
 
     def __len__(self) -> int:
         """Return the number of samples in an epoch."""
+        ...
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         """Return the batch of these samples; the index ``FILLER`` is a sample without counted labels."""
+        ...
 
 
 @final

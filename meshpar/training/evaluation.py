@@ -49,6 +49,7 @@ class Evaluation(Protocol):
 
     def __call__(self, par: Parallelized, /) -> Mapping[str, float | str]:
         """Return numbers, which are reported, and texts, which are printed, by name, alike on all ranks. Collective."""
+        ...
 
 
 def values_of(found: object) -> tuple[dict[str, float], dict[str, str]]:

@@ -154,9 +154,11 @@ class Console:
             columns = [rich.MofNCompleteColumn(), rich.BarColumn(bar_width=24)]
             columns += [rich.TextColumn("{task.description}", markup=False), rich.TimeElapsedColumn()]
             columns += [rich.TextColumn("eta"), rich.TimeRemainingColumn(elapsed_when_finished=False)]
-            self._progress = rich.Progress(*columns, console=console.Console(file=cast("TextIO", self._file)))
-            self._task = self._progress.add_task("", total=self._total(), completed=step)
-            self._progress.start()
+            self._progress = progress = rich.Progress(
+                *columns, console=console.Console(file=cast("TextIO", self._file))
+            )
+            self._task = progress.add_task("", total=self._total(), completed=step)
+            progress.start()
 
     def report(self, record: Metrics) -> None:
         """Print a record."""

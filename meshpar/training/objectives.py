@@ -34,6 +34,7 @@ class Objective(Protocol):
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return how many tokens (or examples) of this batch, which may be on a CPU, the loss counts."""
+        ...
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
         """Return the summed loss (a scalar), the number of counted tokens or examples, and further sums to report by
@@ -41,6 +42,7 @@ class Objective(Protocol):
 
         Every reported sum is divided by the count over all ranks and micro-batches.
         """
+        ...
 
 
 class _CountsLabels:

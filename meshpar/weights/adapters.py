@@ -35,6 +35,7 @@ class PackedAdapterLayer(Protocol):
 
     def factors(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         """Return the factors (experts, rows, rank) and (experts, rank, columns) of peft's A and B."""
+        ...
 
 
 class AdapterFactors(NamedTuple):

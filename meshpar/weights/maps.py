@@ -22,6 +22,7 @@ class WeightSource(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor's name and shape, without reading any."""
+        ...
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
@@ -33,6 +34,7 @@ class TypedSource(WeightSource, Protocol):
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Return every tensor's dtype, without reading any."""
+        ...
 
 
 @final
