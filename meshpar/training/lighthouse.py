@@ -54,15 +54,24 @@ class Lighthouse:
         host: address to listen at; ``[::]``: all. There is no authentication: let only the hosts of the job reach it.
         least: smallest number of replicas that train.
         patience_s: seconds that replicas wait for one that lives and does not answer.
+        dead_s: seconds without a heartbeat after which a replica counts as lost.
     """
 
-    def __init__(self, port: int = 0, *, host: str = "127.0.0.1", least: int = 1, patience_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        port: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        least: int = 1,
+        patience_s: float = 20.0,
+        dead_s: float = _DEAD_S,
+    ) -> None:
         self._server = _torchft().LighthouseServer(
             bind=f"{host}:{port}",
             min_replicas=least,
             join_timeout_ms=round(1000 * patience_s / 2),
             quorum_tick_ms=50,
-            heartbeat_timeout_ms=round(1000 * _DEAD_S),
+            heartbeat_timeout_ms=round(1000 * dead_s),
         )
         self.port = urlsplit(self._server.address()).port or port
 
