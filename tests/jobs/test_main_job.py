@@ -282,9 +282,9 @@ def test_the_export_is_the_model_that_was_trained(folder: Path) -> None:
 
 
 def _published(shape: object) -> list[tuple[str, str]]:
-    from meshpar.models.transformer_config import published_names
+    from meshpar.models.transformer_config import _published_names
 
-    names = published_names(shape)  # type: ignore[arg-type]
+    names = _published_names(shape)  # type: ignore[arg-type]
     return [(ours.replace("*", str(n)), theirs.replace("*", str(n))) for ours, theirs in names for n in range(2)]
 
 
