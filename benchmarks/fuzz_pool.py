@@ -37,7 +37,7 @@ fault of the fuzzer.
 """
 VERBS = (
     "use|check|change|run|look|hand|cut|draw|move|replace|give|build|call|pass|drop|leave|add|take|make|write|load|keep|"
-    "turn|let|set|list|cast|name|pad|tie|remove|would|wrap|ask"
+    "turn|let|set|list|cast|name|pad|tie|remove|would|wrap|ask|save"
 )
 REMEDY = re.compile(rf"[;\n:.,][^;\n]*\b(?:{VERBS})\b", re.IGNORECASE)
 """What a message contains that says what to do, after what happened."""
