@@ -58,10 +58,6 @@ def part_here(whole: DTensor) -> torch.Tensor:
     return _PartHere.apply(whole) if BEFORE_2_13 else whole.to_local()  # type: ignore[no-any-return]
 
 
-keep_version: Any = torch.autograd._unsafe_preserve_version_counter
-"""Let tensors keep the number by which autograd knows of writes, where what was written is put back."""
-
-
 def accumulates(parameter: torch.Tensor) -> bool:
     """Return whether the backward that runs leaves a gradient in ``parameter``; ``torch.autograd.grad`` does not."""
     return in_backward() and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)

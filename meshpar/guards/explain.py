@@ -105,7 +105,9 @@ _SHARE: _Cause = (
 )
 """For an error of torch's own that no other cause fits. A :class:`ParallelError` is a RuntimeError, too."""
 
-_NEVER_AT_FAULT = ("torch.", "meshpar.passes", "meshpar.step.", "meshpar.tensors.", "meshpar.guards.explain")
+_NEVER_AT_FAULT = tuple(
+    f"{room}." for room in ("torch", "meshpar.passes", "meshpar.step", "meshpar.tensors", "meshpar.exchange")
+)
 """Modules whose lines no message names as the place of an error."""
 
 
@@ -200,9 +202,7 @@ def _frames(trace: TracebackType | None) -> Any:
     while trace is not None:
         frame = trace.tb_frame
         frame_module = frame.f_globals.get("__name__", "")
-        own_code = not frame_module.startswith(
-            ("torch.", "meshpar.passes", "meshpar.step.", "meshpar.tensors.", "meshpar.guards.explain")
-        )
+        own_code = not frame_module.startswith(_NEVER_AT_FAULT) and frame_module != __name__
         where = f"{frame.f_code.co_filename}:{trace.tb_lineno}" if own_code else ""
         yield frame.f_locals.get("self", frame.f_locals.get("module")), where
         trace = trace.tb_next

@@ -322,6 +322,8 @@ class StageNumbers(Guard):
     def _mark(self) -> None:
         if self._steps or self._reverses:
             return
+        if self._marked:  # parameters that a unit has put away since would stay marked
+            self._unmark()
         with without_functions():
             self._marked = list(self._parameters())
             for number, parameter in enumerate(self._marked):
