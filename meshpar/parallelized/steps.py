@@ -123,7 +123,6 @@ class TrainingSteps(ModuleOnMesh):
                 partial(self._abandon, reduces),
                 totals,
                 partial(self._agree_on_count, "par.backward"),
-                self.run.backward.after_forward,
             )
         else:
             for batch in self.accumulate(micro_batches, reduce_each=reduce_each):

@@ -16,7 +16,7 @@ from meshpar._torch.autograd import Node, at_end_of_backward, in_backward, next_
 from meshpar._torch.units import UnitRun, Units
 from meshpar.core.errors import MeshparError
 from meshpar.step.gradients import average_outside
-from meshpar.step.moment import Forward, Moment
+from meshpar.step.moment import Forward, HandsOn, Moment
 from meshpar.tensors.digests import leaves
 
 
@@ -25,9 +25,14 @@ class Backward:
     """The backwards of one module; ``reducing``: the next one reduces gradients, as the last or only one of a step."""
 
     def __init__(
-        self, module: nn.Module, units: Units, same_axes: Collection[str], moments: Callable[[], Sequence[Moment]]
+        self,
+        module: nn.Module,
+        units: Units,
+        same_axes: Collection[str],
+        moments: Callable[[], Sequence[Moment]],
+        hands_on: HandsOn | None,
     ) -> None:
-        self._module, self._units, self._moments = module, units, moments
+        self._module, self._units, self._moments, self._hands_on = module, units, moments, hands_on
         self._same_axes = frozenset(same_axes)
         self._runs = self._reached_output = False
         self.reducing = True
@@ -44,7 +49,8 @@ class Backward:
         self._units.backwards.use(parameter)
 
     def after_forward(self, output: object) -> None:
-        """Notice the backwards that come to the output of a call."""
+        """Notice the backwards that come to the output of a call, or to what it has handed on."""
+        output = output if self._hands_on is None else self._hands_on.handed_on(output)
         forward = Forward()
         for moment in self._moments():
             moment.wants_gradients(forward)

@@ -6,6 +6,7 @@ A mechanism of a pass is a moment, and so is a guard, which only refuses. ``step
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -26,6 +27,14 @@ class Forward:
     """A call of the module whose gradients are wanted; each is one object."""
 
     __slots__ = ("__weakref__",)
+
+
+class HandsOn(ABC):
+    """A fact of a pass whose ranks hand values on to others: there a call's backward begins, not at its output."""
+
+    @abstractmethod
+    def handed_on(self, output: object) -> object:
+        """Return what the call that returned ``output`` has handed on; ``output`` itself where it is the last."""
 
 
 class Moment:

@@ -26,7 +26,7 @@ from meshpar.core.waiting import reads_of
 from meshpar.step.backward import Backward, trained_outputs
 from meshpar.step.calls import Calls, Explains
 from meshpar.step.gathered_weights import GatheredWeights
-from meshpar.step.moment import Guarded, Moment
+from meshpar.step.moment import Guarded, HandsOn, Moment
 from meshpar.tensors.adafactor import adafactor_by_parts
 from meshpar.tensors.placements import sharded_axes
 
@@ -67,7 +67,8 @@ class Run:
         self.lengths, self.guards, self.first_runs = guarded.lengths, guarded.guards, first_runs
         self.calls = Calls(self.module, explanation)
         same = self.resolved.same
-        self.backward = Backward(self.module, self.units, same, lambda: (self._gathered, *self.moments))
+        hands_on = self.facts.find(HandsOn)
+        self.backward = Backward(self.module, self.units, same, lambda: (self._gathered, *self.moments), hands_on)
         self._gathered = GatheredWeights(guarded, self.agree, self.backward, self.calls)
         self.moments: Sequence[Moment] = moments
         self._ready = False

@@ -23,6 +23,7 @@ from meshpar.passes.pipeline.portion import Portion
 from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stage_checks import StageErrors, StageInputs, StageTies
 from meshpar.passes.pipeline.transfers import Transfers
+from meshpar.step.moment import HandsOn
 from meshpar.tensors.digests import digest_of_several
 
 Micro = TypeVar("Micro")
@@ -30,7 +31,7 @@ _WINDOW = 16  # micro-batches for each stage on which the stages of an evaluatio
 
 
 @final
-class Layers:
+class Layers(HandsOn):
     """This rank's layers of one module, and the exchange with the ranks that have the others."""
 
     def __init__(
@@ -87,6 +88,10 @@ class Layers:
         """A backward leaves gradients that the step goes on to add to: those of other micro-batches or stages."""
         return self._count > 1 or bool(self.ties.shared)
 
+    def handed_on(self, output: object) -> object:
+        turn = self.edges.turn
+        return turn.left if self.edges.runs and turn.stage < self.portion.last else output
+
     def counted_elsewhere(self) -> set[int]:
         """Return the numbers of the parameters that the norm over all stages counts on another stage."""
         elsewhere = [name for name, ranks in self.ties.shared.items() if ranks[0] != self.rank]
@@ -100,11 +105,10 @@ class Layers:
         abandon: Callable[[], None],
         totals: Totals,
         counted: Callable[[int], object] = bool,
-        leaves: Callable[[list[Tensor]], object] = bool,
     ) -> None:
         """Run forwards and backwards of all micro-batches by the schedule; ``totals`` gets the sums. Collective."""
-        # ``reduces`` learns before each backward whether it is the last, ``counted`` the number of micro-batches, and
-        # ``leaves`` what a forward hands on; ``abandon`` is called where an error ends the step
+        # ``reduces`` learns before each backward whether it is the last, ``counted`` the number of micro-batches;
+        # ``abandon`` is called where an error ends the step
         self._transfers.device, running = totals.loss.device, dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]]()
         self._begin_step(-1)
         batches = self._agree(micro_batches)
@@ -117,10 +121,7 @@ class Layers:
                 self.begins(action)
                 if action.kind == "F":
                     self._forth(action, partial(self._lose, batches[action.number], loss, totals))
-                    turn = self.edges.turn
-                    running[action.chunk, action.number] = turn.arrived, turn.left
-                    if turn.stage < self.portion.last:
-                        leaves(turn.left)
+                    running[action.chunk, action.number] = self.edges.turn.arrived, self.edges.turn.left
                 else:
                     reduces(count == len(todo))
                     self._action = action
