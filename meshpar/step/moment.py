@@ -6,7 +6,6 @@ A mechanism of a pass is a moment, and so is a guard, which only refuses. ``step
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -29,12 +28,12 @@ class Forward:
     __slots__ = ("__weakref__",)
 
 
-class HandsOn(ABC):
+class HandsOn:
     """A fact of a pass whose ranks hand values on to others: there a call's backward begins, not at its output."""
 
-    @abstractmethod
     def handed_on(self, output: object) -> object:
         """Return what the call that returned ``output`` has handed on; ``output`` itself where it is the last."""
+        return output
 
 
 class Moment:
