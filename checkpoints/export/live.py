@@ -68,7 +68,8 @@ class Published:
         bucket: bytes on their way at a time, as a number or as text: ``"256MiB"``.
         adapters: ``"merged"``: LoRA's products are added to the weights; ``"only"``: the adapters, by peft's names.
         averaged: a moving average of the parameters (``par.averaged``), whose values are taken.
-        quantize, high: as for :func:`meshpar.checkpoints.export_safetensors`.
+        quantize: as for :func:`meshpar.checkpoints.export_safetensors`.
+        high: as there.
         to: the rank that gets the values.
         digested: compute ``digest`` in each iteration.
 

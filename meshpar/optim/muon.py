@@ -48,7 +48,11 @@ class Muon(torch.optim.Optimizer):
         module: the parallel module or its ``Parallelized``; build the optimizer after ``plan.apply``.
         lr: learning rate of matrices.
         weight_decay: decoupled decay of matrices, and of what AdamW trains with two dims or more.
-        momentum, nesterov, ns_coefficients, eps, ns_steps: as in ``torch.optim.Muon``.
+        momentum: as in ``torch.optim.Muon``.
+        nesterov: as in ``torch.optim.Muon``.
+        ns_coefficients: as in ``torch.optim.Muon``.
+        eps: as in ``torch.optim.Muon``.
+        ns_steps: as in ``torch.optim.Muon``.
         adjust_lr_fn: factor of ``lr`` from rows and columns of a matrix: ``"original"`` (None) or
             ``"match_rms_adamw"``, with which learning rate and decay of AdamW fit.
         ns_dtype: dtype of the iterations, and of what ranks exchange. ``"bfloat16"`` is torch's; it amplifies the last

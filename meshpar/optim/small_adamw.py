@@ -54,7 +54,9 @@ class SmallAdamW(torch.optim.Optimizer):
 
     Args:
         module: the parallel module or its ``Parallelized``; build the optimizer after ``plan.apply``.
-        lr, betas, eps: as in ``torch.optim.AdamW``.
+        lr: as in ``torch.optim.AdamW``.
+        betas: as in ``torch.optim.AdamW``.
+        eps: as in ``torch.optim.AdamW``.
         weight_decay: decoupled decay of parameters with two dims or more.
         states: ``"8bit"`` or ``"bfloat16"``.
         stochastic: round up or down by chance, in proportion to the distance; parameters in bfloat16 too. The bits

@@ -159,7 +159,8 @@ class Batches:
         samples: the samples to read.
         micro_batch: number of samples of this rank in one forward pass.
         accumulate: number of micro-batches in one optimizer step.
-        data_rank, data_size: this rank's slice of all slices: ``par.data_rank`` and ``par.data_size``.
+        data_rank: this rank's slice of all slices: ``par.data_rank``.
+        data_size: number of slices: ``par.data_size``.
         seed: seed of the order; None: the order of the data.
         loader: settings of workers and read-ahead.
         replicas: number of replicas that :meth:`share` the samples, each with ``data_size`` slices.

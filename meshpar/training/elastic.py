@@ -82,7 +82,8 @@ class Replicas:
         state: state that a new replica also gets, with the position of ``data`` in it; None: the position alone.
         same: an object whose ``repr`` must be equal on all replicas, such as settings.
         lighthouse: ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``, which ``meshpar run --elastic=replicas`` sets.
-        name, replicas: of this replica, and how many to wait for at the start; None: as the launcher says.
+        name: of this replica; None: as the launcher says.
+        replicas: how many to wait for at the start; None: as the launcher says.
         patience_s: seconds that replicas wait for one that does not answer; more than their step times differ.
         wait_s: seconds that a new replica waits for the others.
 
