@@ -2,7 +2,7 @@
 
 Such a change lasts as long as a parallel module that needs it.
 
-- ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, torch's own form at the first call.
+- ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, and each call makes a dozen more.
 - ``as_one_operator``: an option of the compiler, which older releases lack; torch has no public list of its options.
 - ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
 - ``check_functional_calls``: looked up by ``torch.func.functional_call``, also by those who imported that by name.
@@ -23,7 +23,7 @@ from types import MethodType
 from typing import Any, ParamSpec, TypeVar, cast, final
 
 import torch
-from torch._compile import _disable_dynamo
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn.utils import stateless
 from torch.utils import _python_dispatch
 
@@ -105,8 +105,17 @@ without_modes = _python_dispatch._disable_current_modes
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep ``torch.compile`` out of ``function``, like ``torch.compiler.disable``, which loads the compiler at once."""
-    return cast("Callable[P, R]", _disable_dynamo(function))
+    """Keep ``torch.compile`` out of ``function`` and what it calls: the function itself, so that calls cost no more."""
+    return _skip(function, _FrameAction.SKIP)
+
+
+def _skip(function: Callable[P, R], called: _FrameAction) -> Callable[P, R]:
+    """Leave ``function`` alone, wherever a compiler meets it, and do as ``called`` says with what it calls."""
+    plain: Any = function.func if isinstance(function, functools.partial) else function
+    set_code_exec_strategy(plain.__code__, _FrameExecStrategy(_FrameAction.SKIP, called))
+    # how torch's own ``disable`` tells a trace to stop here
+    plain._torchdynamo_disable = True
+    return function
 
 
 def as_one_operator(function: Callable[P, R]) -> Callable[P, R]:
@@ -119,11 +128,10 @@ def as_one_operator(function: Callable[P, R]) -> Callable[P, R]:
 def enter_by(module: Any, call: Callable[..., Any]) -> None:
     """Let every call of ``module``, with its hooks, go through ``call``, which is never compiled."""
 
-    @torch.compiler.disable(recursive=False)
     def entered(self: object, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    module._call_impl = MethodType(entered, module)
+    module._call_impl = MethodType(_skip(entered, _FrameAction.DEFAULT), module)
 
 
 @contextmanager

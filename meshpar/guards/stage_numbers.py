@@ -233,7 +233,8 @@ class StageNumbers(Guard):
         while_lives(guarded.module, "empty optimizers", lambda: check_empty(_refuse_empty))
         while_lives(guarded.module, "scalers", lambda: check_scalers(_refuse_scaled))
         while_lives(guarded.module, "optimizers' states", lambda: check_loads(_refuse_loaded))
-        for number, parameter in enumerate(self._parameters()):
+        numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
+        for parameter, number in numbers.items():
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
                 users = {at: hook for at, hook in (hooks or {}).items() if is_users(hook)}
                 if users:
@@ -313,33 +314,39 @@ class StageNumbers(Guard):
             memory = {local_tensor(parameter).untyped_storage().data_ptr() for parameter in self._parameters()}
             return any(local_tensor(one).untyped_storage().data_ptr() in memory for one in tensors)
 
-    def _parameters(self) -> Iterable[Tensor]:
+    def _parameters(self) -> list[Tensor]:
         """Return what a loop may have of the parameters: shards, and what a unit has gathered in their place."""
-        registered = (parameter for own in self._holders for parameter in own.values() if parameter is not None)
-        shards = self._units.shards() if self._units.modules else ()
-        return {id(parameter): parameter for parameter in (*shards, *registered)}.values()
+        registered: list[Tensor] = [
+            parameter for own in self._holders for parameter in own.values() if parameter is not None
+        ]
+        return [*self._units.shards(), *registered] if self._units.modules else registered
 
+    # A stage comes here four times a micro-batch: no function is called for a parameter.
     def _mark(self) -> None:
         if self._steps or self._reverses:
             return
         if self._marked:  # parameters that a unit has put away since would stay marked
             self._unmark()
         with without_functions():
-            self._marked = list(self._parameters())
+            self._marked = self._parameters()
+            tensor: Any
             for number, parameter in enumerate(self._marked):
-                origins, grad = frozenset([number]), parameter.grad
-                _mark(parameter, origins, is_number=False)
-                if grad is not None:
-                    _mark(grad, origins, is_number=False)
+                for tensor in (parameter, parameter.grad):
+                    if (kind := type(tensor)) in _MARKED:
+                        tensor.__class__ = _MARKED[kind]
+                    if kind in _MARKED or kind in _PLAIN:
+                        tensor.origins, tensor.is_number = frozenset((number,)), False
 
     def _unmark(self) -> None:
         StageNumbers._written = None
         with without_functions():
+            tensor: Any
             # A unit may have put other parameters in the place of these since.
             for parameter in self._marked:
-                if parameter.grad is not None:
-                    _unmark(parameter.grad)
-                _unmark(parameter)
+                for tensor in (parameter.grad, parameter):
+                    if (kind := type(tensor)) in _PLAIN:
+                        del tensor.origins, tensor.is_number
+                        tensor.__class__ = _PLAIN[kind]
             self._marked = []
 
 

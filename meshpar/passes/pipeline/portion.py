@@ -27,11 +27,11 @@ class Chunk:
     # what crosses the cuts before and behind them beside the value that a block hands on
     takes: tuple[Result, ...]
     gives: tuple[Result, ...]
+    # the number of the last block in the model's order
+    end: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        """The number of the last block in the model's order."""
-        return self.first + len(self.blocks) - 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "end", self.first + len(self.blocks) - 1)
 
 
 @final

@@ -7,7 +7,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from functools import partial
-from inspect import unwrap
 from types import MappingProxyType
 from typing import Any, final
 
@@ -96,7 +95,6 @@ class AbsentWeight(Tensor):
 
 def is_users(hook: Any) -> bool:
     """Return whether a hook is neither torch's nor meshpar's."""
-    hook = unwrap(hook)  # what ``eager`` returns
     made_by = getattr(getattr(hook, "func", hook), "__module__", None) or type(hook).__module__
     return made_by.split(".")[0] not in ("torch", "meshpar")
 
