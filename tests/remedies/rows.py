@@ -2,17 +2,15 @@
 
 ``messages.py`` reads the messages and their remedies from the source. A file ``test_SUBJECT.py`` has rows::
 
-    Row(
-        "the layout is {} of type {}; expected a ModelLayout",        # a part of the message, {} for what is filled in
-        lambda: problems("dp_shard=2", [FullyShard()], layout={}),    # meets the message: raises, warns, returns texts
-        {"write ModelLayout(": lambda: problems(..., layout=ModelLayout(blocks=("layers.*",)))},
-        result=(),                                                    # what each remedy gives; () is "accepted"
-        ranks=2,                                                      # ranks that run it together; 0: this process
-    )
+    # a part of the message, {} for what is filled in; what each remedy gives; ranks that run it together
+    Row("the layout is {} of type {}; expected a ModelLayout", result=(), ranks=2)
+    .refuses(lambda: problems("dp_shard=2", [FullyShard()], layout={}))
+    .helps("write ModelLayout(", lambda: problems(..., layout=ModelLayout(blocks=("layers.*",))))
 
-The keys are the first words of the message's remedies, each of its alternatives ("use A, or B"), and the functions do
-literally what they say. Where a test does so already, the row names it: ``Tested(message, "tests/F.py::test_name",
-{"use A": "piece of the test's source that uses A"})``; the message's text must be in the test, too.
+``refuses`` gets what meets the message: it raises, warns or returns texts. ``helps`` gets the first words of a remedy, one
+for each alternative ("use A, or B"), and a function that does literally what they say. Where a test does so already, the
+row names it: ``Tested(message).by("tests/F.py::test_name").helps("use A", "piece of the test's source that uses A")``; the
+message's text must be in the test, too.
 
 To add rows: ``python -m tests.remedies.table`` prints what is untried; write a row for each line, and run its file and
 ``tests/core/test_house.py``. Remedies that no test can apply are kinds of ``OUTSIDE`` in ``table.py``, each with its reason.
@@ -23,10 +21,10 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -39,17 +37,23 @@ class Row:
 
     Attributes:
         message: a part of the message as the source has it, ``{}`` for what is filled in. It may be in several messages.
-        refused: what the message refuses: it raises, warns, or returns the texts of problems.
-        remedies: the first words of each remedy that the message prints -> code that does what they say.
         result: what each remedy gives, or a function that computes it; ``()`` for the problems of what is accepted.
         ranks: the number of ranks that run the row together; 0: this process.
+        refused: what the message refuses: it raises, warns, or returns the texts of problems.
+        remedies: the first words of each remedy that the message prints -> code that does what they say.
     """
 
     message: str
-    refused: Callable[[], Any]
-    remedies: Mapping[str, Callable[[], Any]]
     result: Any = ()
     ranks: int = 0
+    refused: Callable[[], Any] = list
+    remedies: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+
+    def refuses(self, function: Callable[[], Any]) -> Self:
+        return replace(self, refused=function)
+
+    def helps(self, words: str, function: Callable[[], Any]) -> Self:
+        return replace(self, remedies={**self.remedies, words: function})
 
     def run(self) -> None:
         said = _said(self.refused)
@@ -65,17 +69,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """A message whose printed remedy another test applies: its source has the message, and what the remedy says.
-
-    Attributes:
-        message: a part of the message that is in the source and in the test.
-        test: where the test is, such as ``tests/core/test_plan.py::test_an_unknown_style``.
-        remedies: the first words of the remedies -> a piece of the test's source that does what they say.
-    """
+    """A message whose printed remedies another test applies: its source has the message, and what each remedy says."""
 
     message: str
-    test: str
-    remedies: Mapping[str, str]
+
+    def by(self, test: str) -> Self:
+        """Name the test, such as ``tests/core/test_plan.py::test_an_unknown_style``."""
+        return self
+
+    def helps(self, words: str, piece: str) -> Self:
+        """Name the first words of a remedy, and the piece of the test's source that does what they say."""
+        return self
 
 
 Loop = partial(Row, result=None, ranks=2)

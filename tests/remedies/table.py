@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,26 +50,39 @@ class Entry:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    found = []
-    for path in sorted(HERE.glob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ROWS:
-                given = dict(zip(("message", "second", "remedies"), node.args, strict=False))
-                given |= {keyword.arg: keyword.value for keyword in node.keywords}
-                remedies = given["remedies"]
-                assert isinstance(remedies, ast.Dict), f"{path.name}:{node.lineno}: remedies is written out as a dict"
-                tested = node.func.id == "Tested"
-                test = ast.literal_eval(given.get("test", given.get("second"))) if tested else ""
-                found.append(
-                    Entry(
-                        where=f"tests/remedies/{path.name}:{node.lineno}",
-                        message=ast.literal_eval(given["message"]),
-                        remedies=tuple(ast.literal_eval(key) for key in remedies.keys),
-                        test=test,
-                        pieces=tuple(ast.literal_eval(piece) for piece in remedies.values) if tested else (),
-                    )
-                )
-    return tuple(found)
+    return tuple(entry for path in sorted(HERE.glob("test_*.py")) for entry in _read(path))
+
+
+def _read(path: Path) -> Iterator[Entry]:
+    """Yield the rows of a file: each is a chain of calls, Row(message).refuses(...).helps(words, ...)."""
+    seen = set[ast.Call]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        calls = _chain(node) if node not in seen else []
+        seen |= set(calls)
+        if calls:
+            helps = [call.args for call in calls if _name(call) == "helps"]
+            (test,) = [ast.literal_eval(call.args[0]) for call in calls if _name(call) == "by"] or [""]
+            yield Entry(
+                where=f"tests/remedies/{path.name}:{node.lineno}",
+                message=ast.literal_eval(calls[0].args[0]),
+                remedies=tuple(ast.literal_eval(words) for words, _ in helps),
+                test=test,
+                pieces=tuple(ast.literal_eval(piece) for _, piece in helps) if test else (),
+            )
+
+
+def _chain(node: ast.AST) -> list[ast.Call]:
+    """Return the calls of a row, or of a part of it, the first one first."""
+    if not isinstance(node, ast.Call):
+        return []
+    if isinstance(node.func, ast.Attribute):
+        before = _chain(node.func.value)
+        return [*before, node] if before else []
+    return [node] if _name(node) in ROWS else []
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 @cache

@@ -280,294 +280,187 @@ def not_shared():
 
 ROWS = [
     # Formats
-    Tested(
-        "saved with SerializationFormat.SAFETENSORS, which is not read",
-        "tests/checkpoints/test_foreign.py::test_safetensors_in_a_distributed_checkpoint_are_named",
-        {"save it as TORCH_SAVE": "serialization_format=SerializationFormat.TORCH_SAVE"},
-    ),
-    Tested(
-        "DistributedCheckpoint(folder / '{}', prefix='model.'), or",
-        "tests/checkpoints/test_foreign.py::test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says",
-        {
-            "read it by DistributedCheckpoint(folder / ": 'DistributedCheckpoint(folder / "pytorch_model_fsdp_0", '
-            'prefix="model.")',
-            "convert it by meshpar import with --config FOLDER": '"--config", str(base)]).exit_code == 0',
-        },
-    ),
-    Row(
-        "it has a file for each rank of accelerate's FSDP",
+    Tested("saved with SerializationFormat.SAFETENSORS, which is not read")
+    .by("tests/checkpoints/test_foreign.py::test_safetensors_in_a_distributed_checkpoint_are_named")
+    .helps("save it as TORCH_SAVE", "serialization_format=SerializationFormat.TORCH_SAVE"),
+    Tested("DistributedCheckpoint(folder / '{}', prefix='model.'), or")
+    .by("tests/checkpoints/test_foreign.py::test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says")
+    .helps(
+        "read it by DistributedCheckpoint(folder / ",
+        'DistributedCheckpoint(folder / "pytorch_model_fsdp_0", prefix="model.")',
+    )
+    .helps("convert it by meshpar import with --config FOLDER", '"--config", str(base)]).exit_code == 0'),
+    Row("it has a file for each rank of accelerate's FSDP", result=True)
+    .refuses(
         lambda: (
             Path(given(suffix="bin"), "model.bin").rename("hf/pytorch_model_fsdp_0_rank0.bin") and TorchWeights("hf")
+        )
+    )
+    .helps(
+        "save it with the state_dict_type SHARDED_STATE_DICT",
+        lambda: is_read(
+            read(DistributedCheckpoint(f"{by_accelerate('SHARDED_STATE_DICT')}/pytorch_model_fsdp_0", prefix="model."))
         ),
-        {
-            "save it with the state_dict_type SHARDED_STATE_DICT": lambda: is_read(
-                read(
-                    DistributedCheckpoint(
-                        f"{by_accelerate('SHARDED_STATE_DICT')}/pytorch_model_fsdp_0", prefix="model."
-                    )
-                )
-            )
-        },
-        result=True,
     ),
-    Row(
-        "it is a distributed checkpoint of torch",
-        lambda: Safetensors(distributed()),
-        {"read it by DistributedCheckpoint(folder)": lambda: is_read(read(DistributedCheckpoint("dcp")))},
-        result=True,
+    Row("it is a distributed checkpoint of torch", result=True)
+    .refuses(lambda: Safetensors(distributed()))
+    .helps("read it by DistributedCheckpoint(folder)", lambda: is_read(read(DistributedCheckpoint("dcp")))),
+    Row("it has parts of a distributed checkpoint of torch", result=True)
+    .refuses(lambda: Safetensors(f"{distributed()}/__0_0.distcp"))
+    .helps(
+        "read the folder with .metadata by DistributedCheckpoint",
+        lambda: is_read(read(DistributedCheckpoint(next(Path().rglob(".metadata")).parent))),
     ),
-    Row(
-        "it has parts of a distributed checkpoint of torch",
-        lambda: Safetensors(f"{distributed()}/__0_0.distcp"),
-        {
-            "read the folder with .metadata by DistributedCheckpoint": lambda: is_read(
-                read(DistributedCheckpoint(next(Path().rglob(".metadata")).parent))
-            )
-        },
-        result=True,
-    ),
-    Row(
-        "it has safetensors: read them by",
-        lambda: TorchWeights(given()),
-        {
-            "read them by Safetensors(path)": lambda: is_read(read(Safetensors("hf"))),
-            "convert them by meshpar import": lambda: imported("hf"),
-        },
-        result=True,
-    ),
-    Row(
-        "it has files of torch.save: read them by",
-        lambda: Safetensors(given(suffix="pt")),
-        {
-            "read them by TorchWeights(path)": lambda: is_read(read(TorchWeights("hf/model.pt"))),
-            "convert them by meshpar import": lambda: imported("hf/model.pt"),
-        },
-        result=True,
-    ),
-    Row(
-        "{} is in {} and in another file of {}",
-        lambda: twice(TorchWeights, "pt"),
-        {"remove one of them": lambda: once(TorchWeights, "pt")},
-        result=True,
-    ),
-    Row(
-        "contains other objects than tensors and plain data",
-        with_code,
-        {"load the file where you trust it, and save the state_dict alone": state_alone},
-        result=True,
-    ),
-    Row(
-        "{} and {} both have",
-        lambda: twice(Safetensors, "safetensors"),
-        {"remove one of the files": lambda: once(Safetensors, "safetensors")},
-        result=True,
-    ),
-    Row("; copy it again from its source", cut, {"copy it again from its source": again}, result=True),
-    Row(
-        "copy the folder again from its source, or remove",
-        lambda: indexed(missing=True),
-        {
-            "remove the index to read the files that are there": lambda: again(index=False),
-            "copy the folder again from its source": again,
-        },
-        result=True,
-    ),
-    Row("it was renamed or replaced; rename it back", renamed, {"rename it back": named_back}, result=1),
-    Row(
-        "{} cannot be read: expected {} as JSON",
-        lambda: damaged("meshpar.json"),
-        {"restore another step, with restore(step=...)": lambda: min(restored(step=1), restored(fallback=True))},
-        result=1,
-    ),
-    Row(
-        "{} is damaged; restore an earlier step:",
-        lambda: damaged("*.distcp"),
-        {"restore an earlier step:": lambda: restored(step=1)},
-        result=1,
-    ),
-    Tested(
-        "differ from the plan; save again:",
+    Row("it has safetensors: read them by", result=True)
+    .refuses(lambda: TorchWeights(given()))
+    .helps("read them by Safetensors(path)", lambda: is_read(read(Safetensors("hf"))))
+    .helps("convert them by meshpar import", lambda: imported("hf")),
+    Row("it has files of torch.save: read them by", result=True)
+    .refuses(lambda: Safetensors(given(suffix="pt")))
+    .helps("read them by TorchWeights(path)", lambda: is_read(read(TorchWeights("hf/model.pt"))))
+    .helps("convert them by meshpar import", lambda: imported("hf/model.pt")),
+    Row("{} is in {} and in another file of {}", result=True)
+    .refuses(lambda: twice(TorchWeights, "pt"))
+    .helps("remove one of them", lambda: once(TorchWeights, "pt")),
+    Row("contains other objects than tensors and plain data", result=True)
+    .refuses(with_code)
+    .helps("load the file where you trust it, and save the state_dict alone", state_alone),
+    Row("{} and {} both have", result=True)
+    .refuses(lambda: twice(Safetensors, "safetensors"))
+    .helps("remove one of the files", lambda: once(Safetensors, "safetensors")),
+    Row("; copy it again from its source", result=True).refuses(cut).helps("copy it again from its source", again),
+    Row("copy the folder again from its source, or remove", result=True)
+    .refuses(lambda: indexed(missing=True))
+    .helps("remove the index to read the files that are there", lambda: again(index=False))
+    .helps("copy the folder again from its source", again),
+    Row("it was renamed or replaced; rename it back", result=1).refuses(renamed).helps("rename it back", named_back),
+    Row("{} cannot be read: expected {} as JSON", result=1)
+    .refuses(lambda: damaged("meshpar.json"))
+    .helps("restore another step, with restore(step=...)", lambda: min(restored(step=1), restored(fallback=True))),
+    Row("{} is damaged; restore an earlier step:", result=1)
+    .refuses(lambda: damaged("*.distcp"))
+    .helps("restore an earlier step:", lambda: restored(step=1)),
+    Tested("differ from the plan; save again:")
+    .by(
         "tests/checkpoints/test_planning.py::"
-        "test_a_later_save_is_checked_as_the_first_and_files_may_be_laid_out_in_another_way",
-        {"save again:": "assert records_of_a_save(3) == 0"},
-    ),
-    Tested(
-        "is damaged: {}, bytes {} to {}: expected the CRC-32",
-        "tests/checkpoints/test_damage.py::test_a_flipped_bit_is_found_by_default_and_the_step_before_taken_when_asked",
-        {"use an earlier step": "manager.restore(job, fallback=True)"},
-    ),
-    Tested(
-        "copy the checkpoint with its files",
-        "tests/checkpoints/test_damage.py::test_a_link_in_the_place_of_a_file_is_refused",
-        {"copy the checkpoint with its files, such as by cp -L": '["cp", "-rL"'},
-    ),
-    Tested(
-        "{} was written while it was read",
+        "test_a_later_save_is_checked_as_the_first_and_files_may_be_laid_out_in_another_way"
+    )
+    .helps("save again:", "assert records_of_a_save(3) == 0"),
+    Tested("is damaged: {}, bytes {} to {}: expected the CRC-32")
+    .by("tests/checkpoints/test_damage.py::test_a_flipped_bit_is_found_by_default_and_the_step_before_taken_when_asked")
+    .helps("use an earlier step", "manager.restore(job, fallback=True)"),
+    Tested("copy the checkpoint with its files")
+    .by("tests/checkpoints/test_damage.py::test_a_link_in_the_place_of_a_file_is_refused")
+    .helps("copy the checkpoint with its files, such as by cp -L", '["cp", "-rL"'),
+    Tested("{} was written while it was read")
+    .by(
         "tests/checkpoints/test_copying.py::"
-        "test_a_file_that_is_written_during_the_copy_is_an_error_although_its_sum_may_be_right",
-        {"run this again when no other process writes it": "Copier(again.extend,"},
+        "test_a_file_that_is_written_during_the_copy_is_an_error_although_its_sum_may_be_right"
+    )
+    .helps("run this again when no other process writes it", "Copier(again.extend,"),
+    Tested("check the credentials in the store's usual environment")
+    .by("tests/jobs/test_object_store.py::test_a_store_that_refuses_is_no_damage_that_is_passed_over")
+    .helps(
+        "check the credentials in the store's usual environment", "restore(Job(Filled(0.0)), fallback=True).step == 2"
     ),
-    Tested(
-        "check the credentials in the store's usual environment",
-        "tests/jobs/test_object_store.py::test_a_store_that_refuses_is_no_damage_that_is_passed_over",
-        {
-            "check the credentials in the store's usual environment": "restore(Job(Filled(0.0)), fallback=True).step == 2"
-        },
-    ),
-    Tested(
-        "was replaced while it was read",
-        "tests/jobs/test_object_store.py::test_an_object_that_is_replaced_is_not_read_as_a_mixture",
-        {"read it again when no other job writes it": "again = objects.ReadObject(path)"},
-    ),
-    Tested(
-        "a URL is no pattern",
+    Tested("was replaced while it was read")
+    .by("tests/jobs/test_object_store.py::test_an_object_that_is_replaced_is_not_read_as_a_mixture")
+    .helps("read it again when no other job writes it", "again = objects.ReadObject(path)"),
+    Tested("a URL is no pattern")
+    .by(
         "tests/jobs/test_object_store.py::"
-        "test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_changed",
-        {"write a folder": 'fetched(data / "folder", tmp_path)'},
-    ),
+        "test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_changed"
+    )
+    .helps("write a folder", 'fetched(data / "folder", tmp_path)'),
     # Steps
-    Tested(
-        "save in the background is lost",
-        "tests/jobs/test_object_store.py::test_a_save_whose_program_ended_without_close_is_told_as_lost",
-        {"call close() of the CheckpointManager at the end": '"background.close()"'},
-    ),
-    Row(
-        "has no checkpoints; give a run's folder",
-        lambda: listed("absent"),
-        {
-            "give a run's folder": lambda: listed(run_folder()),
-            "its folder of checkpoints": lambda: listed("job/checkpoints"),
-        },
-        result=[3, "1, 2"],
-    ),
+    Tested("save in the background is lost")
+    .by("tests/jobs/test_object_store.py::test_a_save_whose_program_ended_without_close_is_told_as_lost")
+    .helps("call close() of the CheckpointManager at the end", '"background.close()"'),
+    Row("has no checkpoints; give a run's folder", result=[3, "1, 2"])
+    .refuses(lambda: listed("absent"))
+    .helps("give a run's folder", lambda: listed(run_folder()))
+    .helps("its folder of checkpoints", lambda: listed("job/checkpoints")),
     Row(
         "{} does not name one step; give its folder",
-        lambda: saved(1, 2) and remove_step("run"),
-        {"give its folder, such as {}": lambda: remove_step("run/step-00000002")},
         result=lambda: f"removed step 2 from {Path('run').absolute()}; left: 1",
-    ),
-    Row(
-        "is pinned; unpin it first",
-        pinned,
-        {"unpin it first (meshpar checkpoints pin --unpin)": unpinned},
-        result=lambda: f"removed step 1 from {Path('run').absolute()}; left: 2",
-    ),
-    Tested(
-        "; end that job",
+    )
+    .refuses(lambda: saved(1, 2) and remove_step("run"))
+    .helps("give its folder, such as {}", lambda: remove_step("run/step-00000002")),
+    Row("is pinned; unpin it first", result=lambda: f"removed step 1 from {Path('run').absolute()}; left: 2")
+    .refuses(pinned)
+    .helps("unpin it first (meshpar checkpoints pin --unpin)", unpinned),
+    Tested("; end that job")
+    .by(
         "tests/checkpoints/test_lease.py::"
-        "test_a_second_job_is_told_who_writes_the_folder_and_gets_it_when_that_one_is_killed",
-        {"train in another folder": 'CheckpointManager(tmp_path / "other")'},
-    ),
-    Row(
-        "staging is for saves to a URL",
-        lambda: staging("run", async_=True, staging="disk"),
-        {"drop staging": lambda: staging("run", async_=True)},
-        result="run",
-    ),
-    Row(
-        "staging is for saves in the background",
-        lambda: staging("s3://bucket/run", staging="disk"),
-        {
-            "pass async_=True": lambda: staging("s3://bucket/run", async_=True, staging="disk"),
-            "drop staging": lambda: staging("s3://bucket/run"),
-        },
-        result="s3://bucket/run",
-    ),
-    Row(
-        "this manager has no metric",
-        lambda: best(None),
-        {
-            "pass best='validation_loss'": lambda: best("validation_loss"),
-            "another name that save(metrics=) receives": lambda: best("loss"),
-        },
-        result=1,
-    ),
-    Row(
-        "tensors have no memory yet",
+        "test_a_second_job_is_told_who_writes_the_folder_and_gets_it_when_that_one_is_killed"
+    )
+    .helps("train in another folder", 'CheckpointManager(tmp_path / "other")'),
+    Row("staging is for saves to a URL", result="run")
+    .refuses(lambda: staging("run", async_=True, staging="disk"))
+    .helps("drop staging", lambda: staging("run", async_=True)),
+    Row("staging is for saves in the background", result="s3://bucket/run")
+    .refuses(lambda: staging("s3://bucket/run", staging="disk"))
+    .helps("pass async_=True", lambda: staging("s3://bucket/run", async_=True, staging="disk"))
+    .helps("drop staging", lambda: staging("s3://bucket/run")),
+    Row("this manager has no metric", result=1)
+    .refuses(lambda: best(None))
+    .helps("pass best='validation_loss'", lambda: best("validation_loss"))
+    .helps("another name that save(metrics=) receives", lambda: best("loss")),
+    Row("tensors have no memory yet", result=["step-00000001", "step-00000001", ["bias", "weight"]])
+    .refuses(
         lambda: [
             message
             for verb in (lambda par: manager().save(1, par), lambda par: saved(1) and manager().restore(par), published)
             for message in refusals(lambda verb=verb: unmade(verb))
+        ]
+    )
+    .helps(
+        "call par.materialize() before",
+        lambda: [
+            unmade(lambda par: manager().save(1, par, replace=True).name, call=materialize),
+            manager().steps() and unmade(lambda par: manager().restore(par).folder.name, call=materialize),
+            unmade(published, call=materialize),
         ],
-        {
-            "call par.materialize() before": lambda: [
-                unmade(lambda par: manager().save(1, par, replace=True).name, call=materialize),
-                manager().steps() and unmade(lambda par: manager().restore(par).folder.name, call=materialize),
-                unmade(published, call=materialize),
-            ]
-        },
-        result=["step-00000001", "step-00000001", ["bias", "weight"]],
     ),
-    Tested(
-        "tensors were changed while the save in the background copied them",
-        "tests/checkpoints/test_async.py::test_a_change_of_a_shard_before_it_is_copied_fails_the_save_on_every_rank",
-        {"call before_step() of the CheckpointManager": "manager.before_step()"},
+    Tested("tensors were changed while the save in the background copied them")
+    .by("tests/checkpoints/test_async.py::test_a_change_of_a_shard_before_it_is_copied_fails_the_save_on_every_rank")
+    .helps("call before_step() of the CheckpointManager", "manager.before_step()"),
+    Row("these entries of the state_dict are not tensors", result={"seen": 3})
+    .refuses(lambda: saved_with(Counting))
+    .helps("pass them to save(extra=) instead", lambda: saved_with(nn.Linear, extra={"seen": 3})),
+    Row("parameters that the module does not have", result="step-00000001")
+    .refuses(lambda: optimizer_of(lambda before, par: before.parameters()))
+    .helps(
+        "build it after plan.apply, from par.module.parameters()",
+        lambda: optimizer_of(lambda before, par: par.module.parameters()),
     ),
-    Row(
-        "these entries of the state_dict are not tensors",
-        lambda: saved_with(Counting),
-        {"pass them to save(extra=) instead": lambda: saved_with(nn.Linear, extra={"seen": 3})},
-        result={"seen": 3},
-    ),
-    Row(
-        "parameters that the module does not have",
-        lambda: optimizer_of(lambda before, par: before.parameters()),
-        {
-            "build it after plan.apply, from par.module.parameters()": lambda: optimizer_of(
-                lambda before, par: par.module.parameters()
-            )
-        },
-        result="step-00000001",
-    ),
-    Row(
-        "a checkpoint stores dense tensors",
-        lambda: with_buffer(sparse()),
-        {
-            "dequantize these tensors (or make them dense)": lambda: with_buffer(sparse().to_dense()),
-            "exclude them from checkpoints": lambda: with_buffer(sparse(), persistent=False),
-        },
-        result=[1],
-    ),
-    Row(
-        "step {} {} in {}; save another step",
-        lambda: saved(1) and saved(1),
-        {"save another step": lambda: saved(2), "pass replace=True": lambda: saved(1, replace=True)},
-        result=[1, 2],
-    ),
+    Row("a checkpoint stores dense tensors", result=[1])
+    .refuses(lambda: with_buffer(sparse()))
+    .helps("dequantize these tensors (or make them dense)", lambda: with_buffer(sparse().to_dense()))
+    .helps("exclude them from checkpoints", lambda: with_buffer(sparse(), persistent=False)),
+    Row("step {} {} in {}; save another step", result=[1, 2])
+    .refuses(lambda: saved(1) and saved(1))
+    .helps("save another step", lambda: saved(2))
+    .helps("pass replace=True", lambda: saved(1, replace=True)),
     # Ranks
-    Tested(
-        "restore() got",
-        "tests/checkpoints/test_identity.py::test_ranks_that_restore_different_steps_are_told",
-        {"pass the same arguments on every rank": "assert manager.restore(par, step=1).step == 1"},
+    Tested("restore() got")
+    .by("tests/checkpoints/test_identity.py::test_ranks_that_restore_different_steps_are_told")
+    .helps("pass the same arguments on every rank", "assert manager.restore(par, step=1).step == 1"),
+    Tested("not the same step on rank 0 and on rank")
+    .by("tests/checkpoints/test_identity.py::test_ranks_that_restore_different_steps_are_told")
+    .helps("use a file system that all ranks share", "assert manager.restore(par).step == 2"),
+    Tested("this rank saves step {}, rank 0 step")
+    .by("tests/checkpoints/test_identity.py::test_ranks_that_save_different_steps_are_told")
+    .helps("pass the same step on every rank", "manager.save(3, par)"),
+    Row("is another on rank {} than on rank 0", result=lambda: (1, {}, {"rank": dist.get_rank()}), ranks=2)
+    .refuses(lambda: together(lambda made: made.save(1, parallel(), extra={"rank": dist.get_rank()})))
+    .helps(
+        "pass what differs between ranks, such as",
+        lambda: together(lambda made: made.save(1, parallel(), rank_extra={"rank": dist.get_rank()}, replace=True)),
     ),
-    Tested(
-        "not the same step on rank 0 and on rank",
-        "tests/checkpoints/test_identity.py::test_ranks_that_restore_different_steps_are_told",
-        {"use a file system that all ranks share": "assert manager.restore(par).step == 2"},
-    ),
-    Tested(
-        "this rank saves step {}, rank 0 step",
-        "tests/checkpoints/test_identity.py::test_ranks_that_save_different_steps_are_told",
-        {"pass the same step on every rank": "manager.save(3, par)"},
-    ),
-    Row(
-        "is another on rank {} than on rank 0",
-        lambda: together(lambda made: made.save(1, parallel(), extra={"rank": dist.get_rank()})),
-        {
-            "pass what differs between ranks, such as": lambda: together(
-                lambda made: made.save(1, parallel(), rank_extra={"rank": dist.get_rank()}, replace=True)
-            )
-        },
-        result=lambda: (1, {}, {"rank": dist.get_rank()}),
-        ranks=2,
-    ),
-    Row(
-        "{}, created by rank 0, does not exist here",
-        not_shared,
-        {"use a file system that all ranks share": lambda: together(lambda made: made.save(3, parallel()))},
-        result=(3, {}, None),
-        ranks=2,
-    ),
+    Row("{}, created by rank 0, does not exist here", result=(3, {}, None), ranks=2)
+    .refuses(not_shared)
+    .helps("use a file system that all ranks share", lambda: together(lambda made: made.save(3, parallel()))),
 ]
 
 

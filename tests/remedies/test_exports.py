@@ -191,141 +191,88 @@ def adapters_exported():
 
 
 ROWS = [
-    Tested(
-        "already exists and is not empty",
-        "tests/checkpoints/test_export.py::test_an_existing_folder_is_kept_unless_told_otherwise",
-        {"replace it (--overwrite, in Python overwrite=True)": "overwrite=True"},
+    Tested("already exists and is not empty")
+    .by("tests/checkpoints/test_export.py::test_an_existing_folder_is_kept_unless_told_otherwise")
+    .helps("replace it (--overwrite, in Python overwrite=True)", "overwrite=True"),
+    Row("already exists and is not empty; delete it", result=["model.safetensors", "model.safetensors"])
+    .refuses(occupied)
+    .helps(
+        "delete it, choose another folder",
+        lambda: [
+            name
+            for names in (occupied(clear=True), occupied("other"))
+            for name in names
+            if name == "mine" or "safetensors" in name
+        ],
     ),
-    Row(
-        "already exists and is not empty; delete it",
-        occupied,
-        {
-            "delete it, choose another folder": lambda: [
-                name
-                for names in (occupied(clear=True), occupied("other"))
-                for name in names
-                if name == "mine" or "safetensors" in name
-            ]
-        },
-        result=["model.safetensors", "model.safetensors"],
-    ),
-    Tested(
-        "an export cannot replace {}; choose a folder inside it",
-        "tests/checkpoints/test_export.py::test_the_folder_one_stands_in_is_replaced_and_a_link_is_followed",
-        {"choose a folder inside it": 'export_safetensors(runs / "qwen3", tmp_path / "link", overwrite=True)'},
-    ),
-    Tested(
-        "choose a folder beside it",
-        "tests/checkpoints/test_identity.py::test_an_export_does_not_replace_what_it_reads",
-        {"choose a folder beside it": 'export_safetensors(run / "checkpoints", run / "hf", overwrite=True)'},
-    ),
-    Tested(
-        "another export to {} is running",
-        "tests/checkpoints/test_export.py::test_a_second_export_to_one_target_is_told_who_writes_it",
-        {"wait for it": 'other.communicate(b"\\n")', "end it": "other.kill()"},
-    ),
-    Row(
-        "has adapters ({}, ...), and a step does not have the scale",
-        adapters_exported,
-        {"write the tensors that par.published() yields": written_from_a_stream},
-        result=merged,
-    ),
+    Tested("an export cannot replace {}; choose a folder inside it")
+    .by("tests/checkpoints/test_export.py::test_the_folder_one_stands_in_is_replaced_and_a_link_is_followed")
+    .helps("choose a folder inside it", 'export_safetensors(runs / "qwen3", tmp_path / "link", overwrite=True)'),
+    Tested("choose a folder beside it")
+    .by("tests/checkpoints/test_identity.py::test_an_export_does_not_replace_what_it_reads")
+    .helps("choose a folder beside it", 'export_safetensors(run / "checkpoints", run / "hf", overwrite=True)'),
+    Tested("another export to {} is running")
+    .by("tests/checkpoints/test_export.py::test_a_second_export_to_one_target_is_told_who_writes_it")
+    .helps("wait for it", 'other.communicate(b"\\n")')
+    .helps("end it", "other.kill()"),
+    Row("has adapters ({}, ...), and a step does not have the scale", result=merged)
+    .refuses(adapters_exported)
+    .helps("write the tensors that par.published() yields", written_from_a_stream),
     # GGUF
-    Row(
-        "for others, export plain safetensors and run llama.cpp's convert_hf_to_gguf.py",
-        lambda: gguf(llama(), model_type="falcon"),
-        {"for others, export plain safetensors and run": lambda: as_it_was(llama(), model_type="falcon")},
-        result=True,
-    ),
-    Row(
-        "{}: blocks of {} do not divide the rows of {} weights",
-        lambda: gguf(llama(hidden=72)),
-        {"choose f16": lambda: gguf(llama(hidden=72), "f16")},
-        result=["model-f16.gguf"],
-    ),
-    Row(
-        "{} has values that float16 cannot hold",
-        lambda: gguf(llama(), spoil=(HEAD, 1e6)),
-        {"export it by transformers' formats, such as fp8": lambda: fp8_of_the_same()},
-        result=1e6,
-    ),
+    Row("for others, export plain safetensors and run llama.cpp's convert_hf_to_gguf.py", result=True)
+    .refuses(lambda: gguf(llama(), model_type="falcon"))
+    .helps("for others, export plain safetensors and run", lambda: as_it_was(llama(), model_type="falcon")),
+    Row("{}: blocks of {} do not divide the rows of {} weights", result=["model-f16.gguf"])
+    .refuses(lambda: gguf(llama(hidden=72)))
+    .helps("choose f16", lambda: gguf(llama(hidden=72), "f16")),
+    Row("{} has values that float16 cannot hold", result=1e6)
+    .refuses(lambda: gguf(llama(), spoil=(HEAD, 1e6)))
+    .helps("export it by transformers' formats, such as fp8", lambda: fp8_of_the_same()),
     # Quantised weights
-    Row(
-        "{}.weight has values that are infinite, NaN or too large for a scale",
-        exported,
-        {"export an earlier step": lambda: exported(1), "keep this weight high": lambda: exported(high=["up"])},
-        result=torch.float8_e4m3fn,
+    Row("{}.weight has values that are infinite, NaN or too large for a scale", result=torch.float8_e4m3fn)
+    .refuses(exported)
+    .helps("export an earlier step", lambda: exported(1))
+    .helps("keep this weight high", lambda: exported(high=["up"])),
+    Row("{} weights do not divide into blocks of {} x {}", result=[["down"], ["down"]])
+    .refuses(lambda: quantized("int4", up=torch.ones(8, 100), down=torch.ones(8, 128)))
+    .helps(
+        "keep them high (--keep-high, in Python high=[...])",
+        lambda: [
+            quantized("int4", high=["up"], up=torch.ones(8, 100), down=torch.ones(8, 128)),
+            quantized("fp8-block", high=["up"], up=torch.ones(100, 128), down=torch.ones(128, 128)),
+        ],
+    )
+    .helps(
+        "choose a format with one scale a row (fp8, int8)",
+        lambda: [quantized("fp8", down=torch.ones(8, 100)), quantized("int8", down=torch.ones(8, 100))],
     ),
-    Row(
-        "{} weights do not divide into blocks of {} x {}",
-        lambda: quantized("int4", up=torch.ones(8, 100), down=torch.ones(8, 128)),
-        {
-            "keep them high (--keep-high, in Python high=[...])": lambda: [
-                quantized("int4", high=["up"], up=torch.ones(8, 100), down=torch.ones(8, 128)),
-                quantized("fp8-block", high=["up"], up=torch.ones(100, 128), down=torch.ones(128, 128)),
-            ],
-            "choose a format with one scale a row (fp8, int8)": lambda: [
-                quantized("fp8", down=torch.ones(8, 100)),
-                quantized("int8", down=torch.ones(8, 100)),
-            ],
-        },
-        result=[["down"], ["down"]],
-    ),
-    Row(
-        "a quantised model needs a config.json",
-        lambda: quantized(config=None, up=torch.ones(8, 8)),
-        {"pass one (--config DIR)": lambda: quantized(config=OWN, up=torch.ones(8, 8))},
-        result=["up"],
-    ),
-    Row(
-        "transformers' Conv1D, which compressed-tensors does not load",
-        lambda: conv1d(quantize="fp8"),
-        {
-            "export it plain": lambda: [*conv1d(), *load_failures("hf")],
-            "as GGUF (--quantize q8_0)": lambda: [*cleared("hf"), *conv1d(quantize="q8_0")],
-        },
-    ),
-    Row(
-        "dtype is {}; expected a floating-point dtype of 16 bits or more",
-        lambda: quantized(None, dtype=torch.float8_e4m3fn, up=torch.ones(8, 8)),
-        {"quantize them (--quantize fp8, in Python quantize": lambda: quantized("fp8", up=torch.ones(8, 8))},
-        result=["up"],
-    ),
-    Row(
-        "high names weights that are not quantised",
-        lambda: quantized(None, high=["up"], up=torch.ones(8, 8), down=torch.ones(8, 8)),
-        {"pass quantize as well": lambda: quantized("fp8", high=["up"], up=torch.ones(8, 8), down=torch.ones(8, 8))},
-        result=["down"],
-    ),
-    Row(
-        "export with dtype=torch.bfloat16 (--dtype bfloat16)",
-        lambda: written(torch.float8_e4m3fnuz),
-        {"export with dtype=torch.bfloat16": lambda: written(torch.float8_e4m3fnuz, dtype=torch.bfloat16)},
-        result=torch.ones(4, dtype=torch.bfloat16),
-    ),
-    Row(
-        "convert it in the module, such as to torch.complex64",
-        lambda: written(torch.complex128),
-        {"convert it in the module, such as to torch.complex64": lambda: written(torch.complex64)},
-        result=torch.ones(4, dtype=torch.complex64),
-    ),
+    Row("a quantised model needs a config.json", result=["up"])
+    .refuses(lambda: quantized(config=None, up=torch.ones(8, 8)))
+    .helps("pass one (--config DIR)", lambda: quantized(config=OWN, up=torch.ones(8, 8))),
+    Row("transformers' Conv1D, which compressed-tensors does not load")
+    .refuses(lambda: conv1d(quantize="fp8"))
+    .helps("export it plain", lambda: [*conv1d(), *load_failures("hf")])
+    .helps("as GGUF (--quantize q8_0)", lambda: [*cleared("hf"), *conv1d(quantize="q8_0")]),
+    Row("dtype is {}; expected a floating-point dtype of 16 bits or more", result=["up"])
+    .refuses(lambda: quantized(None, dtype=torch.float8_e4m3fn, up=torch.ones(8, 8)))
+    .helps("quantize them (--quantize fp8, in Python quantize", lambda: quantized("fp8", up=torch.ones(8, 8))),
+    Row("high names weights that are not quantised", result=["down"])
+    .refuses(lambda: quantized(None, high=["up"], up=torch.ones(8, 8), down=torch.ones(8, 8)))
+    .helps("pass quantize as well", lambda: quantized("fp8", high=["up"], up=torch.ones(8, 8), down=torch.ones(8, 8))),
+    Row("export with dtype=torch.bfloat16 (--dtype bfloat16)", result=torch.ones(4, dtype=torch.bfloat16))
+    .refuses(lambda: written(torch.float8_e4m3fnuz))
+    .helps("export with dtype=torch.bfloat16", lambda: written(torch.float8_e4m3fnuz, dtype=torch.bfloat16)),
+    Row("convert it in the module, such as to torch.complex64", result=torch.ones(4, dtype=torch.complex64))
+    .refuses(lambda: written(torch.complex128))
+    .helps("convert it in the module, such as to torch.complex64", lambda: written(torch.complex64)),
     # Streams
-    Row(
-        "{} tensors were changed while they were streamed",
-        lambda: streamed(while_streamed),
-        {"drop it, and change weights after the stream has ended": lambda: streamed(after_the_stream)},
-        result=torch.ones(2),
-    ),
-    Row(
-        "the module has adapters, and pp divides its layers",
-        lambda: adapted("pp=2").published(),
-        {
-            "save a step and restore it on a mesh without pp": lambda: merged(saved_and_restored("pp=2", "dp_shard=2")),
-            "train adapters on a mesh without pp": lambda: merged(adapted("dp_shard=2")),
-        },
-        result=merged,
-        ranks=2,
-    ),
+    Row("{} tensors were changed while they were streamed", result=torch.ones(2))
+    .refuses(lambda: streamed(while_streamed))
+    .helps("drop it, and change weights after the stream has ended", lambda: streamed(after_the_stream)),
+    Row("the module has adapters, and pp divides its layers", result=merged, ranks=2)
+    .refuses(lambda: adapted("pp=2").published())
+    .helps("save a step and restore it on a mesh without pp", lambda: merged(saved_and_restored("pp=2", "dp_shard=2")))
+    .helps("train adapters on a mesh without pp", lambda: merged(adapted("dp_shard=2"))),
 ]
 
 

@@ -156,111 +156,70 @@ def locally_defined():
 
 
 ROWS = [
-    Tested(
-        "has aliases (*name); write the values out",
-        "tests/launchers/test_trust.py::test_a_file_without_its_aliases_is_read",
-        {"write the values out": "replace('*speed', 'speed')"},
-    ),
-    Tested(
-        "does not say how many ranks there are; give world_size=",
-        "tests/forecasting/test_forecast.py::test_an_automatic_mesh_is_forecast_on_nodes_of_the_hardware",
-        {"give world_size=": "world_size=16"},
-    ),
-    Tested(
-        'put what it does under if __name__ == "__main__"',
-        "tests/forecasting/test_forecast.py::test_a_script_that_forecasts_when_it_is_imported_is_told",
-        {'put what it does under if __name__ == "__main__"': """SCRIPT + 'if __name__ == "__main__":"""},
-    ),
-    Tested(
-        "ranks are one replica, in nodes of",
-        "tests/jobs/test_replicas.py::test_a_search_keeps_replicas_that_may_be_lost_inside_of_nodes_and_whole",
-        {"use more nodes": "node, 6, top=1"},
-    ),
-    Row(
+    Tested("has aliases (*name); write the values out")
+    .by("tests/launchers/test_trust.py::test_a_file_without_its_aliases_is_read")
+    .helps("write the values out", "replace('*speed', 'speed')"),
+    Tested("does not say how many ranks there are; give world_size=")
+    .by("tests/forecasting/test_forecast.py::test_an_automatic_mesh_is_forecast_on_nodes_of_the_hardware")
+    .helps("give world_size=", "world_size=16"),
+    Tested('put what it does under if __name__ == "__main__"')
+    .by("tests/forecasting/test_forecast.py::test_a_script_that_forecasts_when_it_is_imported_is_told")
+    .helps('put what it does under if __name__ == "__main__"', """SCRIPT + 'if __name__ == "__main__":"""),
+    Tested("ranks are one replica, in nodes of")
+    .by("tests/jobs/test_replicas.py::test_a_search_keeps_replicas_that_may_be_lost_inside_of_nodes_and_whole")
+    .helps("use more nodes", "node, 6, top=1"),
+    Row("forecast its plans one by one", result="all")
+    .refuses(lambda: search(TwoLists().to("meta"), LISTS, Batch(sequence=8), Hardware.load("h100"), 8))
+    .helps(
         "forecast its plans one by one",
-        lambda: search(TwoLists().to("meta"), LISTS, Batch(sequence=8), Hardware.load("h100"), 8),
-        {
-            "forecast its plans one by one": lambda: (
-                forecast(
-                    Plan("dp_shard=2", [FullyShard()]),
-                    TwoLists().to("meta"),
-                    Batch(sequence=8),
-                    hardware="h100",
-                    layout=LISTS,
-                    loss=summed,
-                ).replayed
-            )
-        },
-        result="all",
+        lambda: (
+            forecast(
+                Plan("dp_shard=2", [FullyShard()]),
+                TwoLists().to("meta"),
+                Batch(sequence=8),
+                hardware="h100",
+                layout=LISTS,
+                loss=summed,
+            ).replayed
+        ),
     ),
-    Row(
-        "the search keeps {}, which must be sizes that divide {} ranks",
-        lambda: searched("dp_shard=1,cp=3"),
-        {"write them in the mesh": lambda: searched("dp_shard=2,cp=2")},
-        result={2},
-    ),
-    Row(
-        "Batch(examples={}) is not known",
-        lambda: Batch(sequence=8, examples="pictures"),
-        {
-            "use one of {}": lambda: [
-                Batch(sequence=8, examples=kind).examples for kind in ("tokens", "pairs", "labels")
-            ]
-        },
-        result=["tokens", "pairs", "labels"],
+    Row("the search keeps {}, which must be sizes that divide {} ranks", result={2})
+    .refuses(lambda: searched("dp_shard=1,cp=3"))
+    .helps("write them in the mesh", lambda: searched("dp_shard=2,cp=2")),
+    Row("Batch(examples={}) is not known", result=["tokens", "pairs", "labels"])
+    .refuses(lambda: Batch(sequence=8, examples="pictures"))
+    .helps(
+        "use one of {}", lambda: [Batch(sequence=8, examples=kind).examples for kind in ("tokens", "pairs", "labels")]
     ),
     Row(
         "the forecast runs in a process of its own, to which this plan or model cannot be sent",
-        lambda: simulate([locally_defined()]),
-        {"define classes and functions at the top of a module": lambda: traces()["causal"].parameters},
         result=lambda: sum(parameter.numel() for parameter in Attends(CausalAttention).parameters()),
+    )
+    .refuses(lambda: simulate([locally_defined()]))
+    .helps("define classes and functions at the top of a module", lambda: traces()["causal"].parameters),
+    Row("{} has no speed for float8 (its peak has {})", result=True)
+    .refuses(lambda: products("float8", Hardware.load("a100")))
+    .helps("leave Float8 out", lambda: products("bfloat16", Hardware.load("a100")))
+    .helps("add peak.float8 to it", lambda: products("float8", with_float8())),
+    Row("{} of the operations are in float32, which {} computes at 1/{} of the speed of bfloat16", result=[])
+    .refuses(lambda: said("float32", "float32"))
+    .helps("set param_dtype=bfloat16 in the pass that shards", lambda: said("bfloat16", "float32")),
+    Row("{} calls run {}: compute in bfloat16 (param_dtype) with is_causal and no mask", result=[])
+    .refuses(lambda: said("float32", "attention is not flash"))
+    .helps("compute in bfloat16 (param_dtype) with is_causal", lambda: said("bfloat16", "attention is not flash")),
+    Row("{} all-gathers a block forward where 2 would do", result=[])
+    .refuses(lambda: said("alone", "redundant tensor-parallel collectives"))
+    .helps(
+        "give attention and feed-forward layer the style 'region'",
+        lambda: said("regions", "redundant tensor-parallel collectives"),
     ),
-    Row(
-        "{} has no speed for float8 (its peak has {})",
-        lambda: products("float8", Hardware.load("a100")),
-        {
-            "leave Float8 out": lambda: products("bfloat16", Hardware.load("a100")),
-            "add peak.float8 to it": lambda: products("float8", with_float8()),
-        },
-        result=True,
-    ),
-    Row(
-        "{} of the operations are in float32, which {} computes at 1/{} of the speed of bfloat16",
-        lambda: said("float32", "float32"),
-        {"set param_dtype=bfloat16 in the pass that shards": lambda: said("bfloat16", "float32")},
-        result=[],
-    ),
-    Row(
-        "{} calls run {}: compute in bfloat16 (param_dtype) with is_causal and no mask",
-        lambda: said("float32", "attention is not flash"),
-        {"compute in bfloat16 (param_dtype) with is_causal": lambda: said("bfloat16", "attention is not flash")},
-        result=[],
-    ),
-    Row(
-        "{} all-gathers a block forward where 2 would do",
-        lambda: said("alone", "redundant tensor-parallel collectives"),
-        {
-            "give attention and feed-forward layer the style 'region'": lambda: said(
-                "regions", "redundant tensor-parallel collectives"
-            )
-        },
-        result=[],
-    ),
-    Row(
-        "a mask of {} x {} is built in memory",
-        lambda: said("masked", "materialised mask"),
-        {
-            "leave the attention mask out": lambda: said("no mask", "materialised mask"),
-            "say is_causal": lambda: said("causal", "materialised mask"),
-        },
-        result=[],
-    ),
-    Row(
-        "tp={} spans nodes of {}: keep it within one",
-        lambda: said("regions", "tensor parallelism across nodes", replace(H100, node=1)),
-        {"keep it within one": lambda: said("regions", "tensor parallelism across nodes", replace(H100, node=2))},
-        result=[],
-    ),
+    Row("a mask of {} x {} is built in memory", result=[])
+    .refuses(lambda: said("masked", "materialised mask"))
+    .helps("leave the attention mask out", lambda: said("no mask", "materialised mask"))
+    .helps("say is_causal", lambda: said("causal", "materialised mask")),
+    Row("tp={} spans nodes of {}: keep it within one", result=[])
+    .refuses(lambda: said("regions", "tensor parallelism across nodes", replace(H100, node=1)))
+    .helps("keep it within one", lambda: said("regions", "tensor parallelism across nodes", replace(H100, node=2))),
 ]
 
 

@@ -443,215 +443,133 @@ def with_integers(**options):
 
 ROWS = [
     # Experts
-    TwoRanks(
-        "{} ({}) returned {}, expected one tensor (N, D) for hidden states {}",
-        lambda: mix(Paired, first),
-        {"use a mesh without ep": lambda: without_ep(Paired, first)},
-    ),
-    TwoRanks(
-        "{} ({}) got the tensors ({}), expected {} and no other tensor",
-        lambda: mix(Scaled, scaled_inside),
-        {
-            "compute with others outside of the module": lambda: mix(Own, scaled_outside),
-            "use a mesh without ep": lambda: without_ep(Scaled, scaled_inside),
-        },
-    ),
-    TwoRanks(
-        "Compile(fullgraph=True) got blocks with divided experts",
-        lambda: in_one_graph("dp_shard=1,ep=2", fullgraph=True),
-        {
-            "drop fullgraph=True": lambda: in_one_graph("dp_shard=1,ep=2", fullgraph=False),
-            "use a mesh without ep": lambda: in_one_graph("dp_shard=2", fullgraph=True, forward=False),
-        },
-    ),
-    TwoRanks(
-        "{} ({}) gives other results with the experts of each rank of ep than with all experts",
-        lambda: mix(Residual),
-        {
-            "move computations over all experts of a token": lambda: mix(
-                Own, lambda experts, x, *given: x + experts(x, *given), as_does=Residual
-            ),
-            "use a mesh without ep": lambda: without_ep(Residual),
-        },
-    ),
-    TwoRanks(
-        "{} ({}) does not run with {} of its experts on rows of noise",
-        lambda: mix(Elsewhere),
-        {"use a mesh without ep": lambda: without_ep(Elsewhere)},
-    ),
-    TwoRanks(
-        "experts got chosen experts {} and weights {} for hidden states {}",
-        lambda: mix(FirstChoice, first_choice),
-        {"use a mesh without ep for this model": lambda: without_ep(FirstChoice, first_choice)},
-    ),
-    TwoRanks(
-        "{} chosen experts of rank(s) {} of ep are no experts",
-        lambda: mix(Own, dropped),
-        {
-            "choose expert 0 with weight 0 for a slot that is dropped": lambda: mix(Own, dropped_with_weight_0),
-            "use a mesh without ep": lambda: without_ep(Own, dropped),
-        },
-    ),
+    TwoRanks("{} ({}) returned {}, expected one tensor (N, D) for hidden states {}")
+    .refuses(lambda: mix(Paired, first))
+    .helps("use a mesh without ep", lambda: without_ep(Paired, first)),
+    TwoRanks("{} ({}) got the tensors ({}), expected {} and no other tensor")
+    .refuses(lambda: mix(Scaled, scaled_inside))
+    .helps("compute with others outside of the module", lambda: mix(Own, scaled_outside))
+    .helps("use a mesh without ep", lambda: without_ep(Scaled, scaled_inside)),
+    TwoRanks("Compile(fullgraph=True) got blocks with divided experts")
+    .refuses(lambda: in_one_graph("dp_shard=1,ep=2", fullgraph=True))
+    .helps("drop fullgraph=True", lambda: in_one_graph("dp_shard=1,ep=2", fullgraph=False))
+    .helps("use a mesh without ep", lambda: in_one_graph("dp_shard=2", fullgraph=True, forward=False)),
+    TwoRanks("{} ({}) gives other results with the experts of each rank of ep than with all experts")
+    .refuses(lambda: mix(Residual))
+    .helps(
+        "move computations over all experts of a token",
+        lambda: mix(Own, lambda experts, x, *given: x + experts(x, *given), as_does=Residual),
+    )
+    .helps("use a mesh without ep", lambda: without_ep(Residual)),
+    TwoRanks("{} ({}) does not run with {} of its experts on rows of noise")
+    .refuses(lambda: mix(Elsewhere))
+    .helps("use a mesh without ep", lambda: without_ep(Elsewhere)),
+    TwoRanks("experts got chosen experts {} and weights {} for hidden states {}")
+    .refuses(lambda: mix(FirstChoice, first_choice))
+    .helps("use a mesh without ep for this model", lambda: without_ep(FirstChoice, first_choice)),
+    TwoRanks("{} chosen experts of rank(s) {} of ep are no experts")
+    .refuses(lambda: mix(Own, dropped))
+    .helps("choose expert 0 with weight 0 for a slot that is dropped", lambda: mix(Own, dropped_with_weight_0))
+    .helps("use a mesh without ep", lambda: without_ep(Own, dropped)),
     # Stages
-    TwoRanks(
-        "the model writes into what a block returns, which is on its way to the next stage",
-        lambda: staged(habit="writes"),
-        {
-            "let it compute a new tensor there, such as by hidden = hidden * scale": lambda: staged(
-                habit="scales", as_does="writes"
-            )
-        },
+    TwoRanks("the model writes into what a block returns, which is on its way to the next stage")
+    .refuses(lambda: staged(habit="writes"))
+    .helps(
+        "let it compute a new tensor there, such as by hidden = hidden * scale",
+        lambda: staged(habit="scales", as_does="writes"),
     ),
-    TwoRanks(
-        "the module is called twice for one micro-batch",
-        lambda: staged(twice),
-        {"join the inputs of both calls along the samples": lambda: staged(joined)},
-    ),
-    TwoRanks(
-        "{} has not returned what StagesLayout.carries says",
-        lambda: staged(habit="lends", layout=LENDS),
-        {"use a mesh without pp for it": lambda: exact(lambda: Line("lends"), *SHARDED, LENDS, MICRO[0])},
-    ),
-    TwoRanks(
-        "the module is called, and this rank has a part of its layers",
-        lambda: Plan(PP, [PipelineParallel()]).apply(made(Line), LINE).module(MICRO[0]),
-        {"run a step by par.backward(micro_batches, loss)": lambda: staged() and evaluated()},
-    ),
-    TwoRanks(
-        "the ranks of pp cut the model differently",
-        other_versions,
-        {
-            "build the same model with the same versions on all ranks": staged,
-            "set PipelineParallel(stages=...)": lambda: other_versions(stages=(1, 3)),
-        },
-    ),
-    TwoRanks(
-        "{}; give all ranks of pp the same micro-batches, those of par.data_rank",
-        lambda: staged(micro=MICRO[: 1 + dist.get_rank()]),
-        {"give all ranks of pp the same micro-batches": lambda: staged(micro=MICRO)},
-    ),
-    TwoRanks(
-        "loss(module, micro_batch) returned a {} and called the module {} times",
-        lambda: staged(lambda module, ids: None),
-        {
-            "call it once and return a scalar tensor": staged,
-            "one and values to report": lambda: staged(
-                lambda module, ids: ((loss := square(module, ids)), {"twice": 2 * loss.detach()})
-            ),
-        },
+    TwoRanks("the module is called twice for one micro-batch")
+    .refuses(lambda: staged(twice))
+    .helps("join the inputs of both calls along the samples", lambda: staged(joined)),
+    TwoRanks("{} has not returned what StagesLayout.carries says")
+    .refuses(lambda: staged(habit="lends", layout=LENDS))
+    .helps("use a mesh without pp for it", lambda: exact(lambda: Line("lends"), *SHARDED, LENDS, MICRO[0])),
+    TwoRanks("the module is called, and this rank has a part of its layers")
+    .refuses(lambda: Plan(PP, [PipelineParallel()]).apply(made(Line), LINE).module(MICRO[0]))
+    .helps("run a step by par.backward(micro_batches, loss)", lambda: staged() and evaluated()),
+    TwoRanks("the ranks of pp cut the model differently")
+    .refuses(other_versions)
+    .helps("build the same model with the same versions on all ranks", staged)
+    .helps("set PipelineParallel(stages=...)", lambda: other_versions(stages=(1, 3))),
+    TwoRanks("{}; give all ranks of pp the same micro-batches, those of par.data_rank")
+    .refuses(lambda: staged(micro=MICRO[: 1 + dist.get_rank()]))
+    .helps("give all ranks of pp the same micro-batches", lambda: staged(micro=MICRO)),
+    TwoRanks("loss(module, micro_batch) returned a {} and called the module {} times")
+    .refuses(lambda: staged(lambda module, ids: None))
+    .helps("call it once and return a scalar tensor", staged)
+    .helps(
+        "one and values to report",
+        lambda: staged(lambda module, ids: ((loss := square(module, ids)), {"twice": 2 * loss.detach()})),
     ),
     # Positions
-    TwoRanks(
-        "attention over a part of the positions needs the mask of {} queries and {} keys",
-        lambda: positions(lambda: Attends("mask"), ATTENDS),
-        {"use a mesh without cp": lambda: exact(lambda: Attends("mask"), *SHARDED, ATTENDS)},
-    ),
-    TwoRanks(
-        "ContextParallel splits self-attention, got {} queries and {} keys",
-        lambda: positions(lambda: Attends("other"), ATTENDS),
-        {"use a mesh without cp": lambda: exact(lambda: Attends("other"), *SHARDED, ATTENDS)},
-    ),
-    TwoRanks(
-        "ContextParallel(transport='heads') over cp={} divides the heads, got {}",
-        lambda: positions(three_heads, transport="heads"),
-        {
-            "use transport='gather'": lambda: positions(three_heads, transport="gather"),
-            "a cp that divides them": lambda: positions(three_heads, mesh="dp_shard=2,cp=1", transport="heads"),
-        },
-    ),
-    TwoRanks(
-        "attention does not run with {} of its {} heads ({}): it has separate values for each head",
-        lambda: positions(with_sinks, transport="heads"),
-        {"use ContextParallel(transport='gather')": lambda: positions(with_sinks, transport="gather")},
-    ),
-    Tested(
-        "computes whole sequences of",
-        "tests/passes/positions/test_parallel.py::named_mixers",
-        {
-            "use TensorParallel(sequence_parallel=False)": "TensorParallel(sequence_parallel=False), *more",
-            "a mesh without cp": 'Plan("dp_shard=2,tp=2"',
-        },
-    ),
+    TwoRanks("attention over a part of the positions needs the mask of {} queries and {} keys")
+    .refuses(lambda: positions(lambda: Attends("mask"), ATTENDS))
+    .helps("use a mesh without cp", lambda: exact(lambda: Attends("mask"), *SHARDED, ATTENDS)),
+    TwoRanks("ContextParallel splits self-attention, got {} queries and {} keys")
+    .refuses(lambda: positions(lambda: Attends("other"), ATTENDS))
+    .helps("use a mesh without cp", lambda: exact(lambda: Attends("other"), *SHARDED, ATTENDS)),
+    TwoRanks("ContextParallel(transport='heads') over cp={} divides the heads, got {}")
+    .refuses(lambda: positions(three_heads, transport="heads"))
+    .helps("use transport='gather'", lambda: positions(three_heads, transport="gather"))
+    .helps("a cp that divides them", lambda: positions(three_heads, mesh="dp_shard=2,cp=1", transport="heads")),
+    TwoRanks("attention does not run with {} of its {} heads ({}): it has separate values for each head")
+    .refuses(lambda: positions(with_sinks, transport="heads"))
+    .helps("use ContextParallel(transport='gather')", lambda: positions(with_sinks, transport="gather")),
+    Tested("computes whole sequences of")
+    .by("tests/passes/positions/test_parallel.py::named_mixers")
+    .helps("use TensorParallel(sequence_parallel=False)", "TensorParallel(sequence_parallel=False), *more")
+    .helps("a mesh without cp", 'Plan("dp_shard=2,tp=2"'),
     # Tensors
-    TwoRanks(
-        "ranks of the tensor axis run different modules at a time, this one {}",
-        lambda: branches("mixture.experts.*"),
-        {
-            "give the module around it the style 'region'": lambda: branches("mixture"),
-            "use TensorParallel(sequence_parallel=False)": lambda: branches(
-                "mixture.experts.*", sequence_parallel=False
-            ),
-        },
+    TwoRanks("ranks of the tensor axis run different modules at a time, this one {}")
+    .refuses(lambda: branches("mixture.experts.*"))
+    .helps("give the module around it the style 'region'", lambda: branches("mixture"))
+    .helps(
+        "use TensorParallel(sequence_parallel=False)", lambda: branches("mixture.experts.*", sequence_parallel=False)
     ),
-    TwoRanks(
-        "sequence length {} is not divided by tp={}",
-        lambda: sequence(15),
-        {
-            "pad the batch to a multiple": lambda: sequence(16),
-            "use TensorParallel(sequence_parallel=False)": lambda: sequence(15, sequence_parallel=False),
-        },
-    ),
-    TwoRanks(
-        "{} got no hidden states: expected a tensor first, or as {}; name it in layout.tensor.hidden_inputs",
-        lambda: region(),
-        {"name it in layout.tensor.hidden_inputs": lambda: region(hidden_inputs=("features",))},
-    ),
-    TwoRanks(
-        "{} is a region, which splits what is computed of hidden states, and got {}",
-        lambda: around({"": "region", **PROJECTIONS}),
-        {"give 'region' to the modules inside": lambda: around({"mlp": "region", **PROJECTIONS})},
-    ),
-    TwoRanks(
-        "{} has a second input with a gradient, whose positions in the sequence are unknown",
-        lambda: cross(sequence_parallel=True),
-        {"use TensorParallel(sequence_parallel=False)": lambda: cross(sequence_parallel=False)},
-    ),
+    TwoRanks("sequence length {} is not divided by tp={}")
+    .refuses(lambda: sequence(15))
+    .helps("pad the batch to a multiple", lambda: sequence(16))
+    .helps("use TensorParallel(sequence_parallel=False)", lambda: sequence(15, sequence_parallel=False)),
+    TwoRanks("{} got no hidden states: expected a tensor first, or as {}; name it in layout.tensor.hidden_inputs")
+    .refuses(lambda: region())
+    .helps("name it in layout.tensor.hidden_inputs", lambda: region(hidden_inputs=("features",))),
+    TwoRanks("{} is a region, which splits what is computed of hidden states, and got {}")
+    .refuses(lambda: around({"": "region", **PROJECTIONS}))
+    .helps("give 'region' to the modules inside", lambda: around({"mlp": "region", **PROJECTIONS})),
+    TwoRanks("{} has a second input with a gradient, whose positions in the sequence are unknown")
+    .refuses(lambda: cross(sequence_parallel=True))
+    .helps("use TensorParallel(sequence_parallel=False)", lambda: cross(sequence_parallel=False)),
     # Parameters
-    Tested(
-        "a layer is called where its weights are not gathered",
-        "tests/step/test_cycle.py::test_layers_and_blocks_called_from_outside_are_refused",
-        {
-            "call par.module": "par.module(x_of())",
-            "let a method of the model's own enter by par.register_method(name)": 'par.register_method("features")',
-        },
+    Tested("a layer is called where its weights are not gathered")
+    .by("tests/step/test_cycle.py::test_layers_and_blocks_called_from_outside_are_refused")
+    .helps("call par.module", "par.module(x_of())")
+    .helps("let a method of the model's own enter by par.register_method(name)", 'par.register_method("features")'),
+    TwoRanks("a plain tensor {} replaced a layer's part of a parameter, a DTensor")
+    .refuses(lambda: replaced(""))
+    .helps(
+        "load them with par.load_state_dict, average weights with par.averaged",
+        lambda: replaced("load") and replaced("average"),
+    )
+    .helps("hand in DTensors placed like the parameters", lambda: replaced("place")),
+    TwoRanks("{} was written or replaced in a forward: a gathered copy is freed afterwards")
+    .refuses(lambda: halved("parameter"))
+    .helps("Write between steps, outside of the module's calls", lambda: halved("", between=True))
+    .helps("register as a buffer what forward updates", lambda: halved("buffer")),
+    Tested("set_force_sum_reduction_for_comms")
+    .by(
+        "tests/passes/data/test_unit_collectives.py::test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it"
+    )
+    .helps(
+        "call set_force_sum_reduction_for_comms(True) on the same modules",
+        "unit.set_force_sum_reduction_for_comms(forced)",
     ),
-    TwoRanks(
-        "a plain tensor {} replaced a layer's part of a parameter, a DTensor",
-        lambda: replaced(""),
-        {
-            "load them with par.load_state_dict, average weights with par.averaged": lambda: (
-                replaced("load") and replaced("average")
-            ),
-            "hand in DTensors placed like the parameters": lambda: replaced("place"),
-        },
-    ),
-    TwoRanks(
-        "{} was written or replaced in a forward: a gathered copy is freed afterwards",
-        lambda: halved("parameter"),
-        {
-            "Write between steps, outside of the module's calls": lambda: halved("", between=True),
-            "register as a buffer what forward updates": lambda: halved("buffer"),
-        },
-    ),
-    Tested(
-        "set_force_sum_reduction_for_comms",
-        "tests/passes/data/test_unit_collectives.py::test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it",
-        {
-            "call set_force_sum_reduction_for_comms(True) on the same modules": (
-                "unit.set_force_sum_reduction_for_comms(forced)"
-            )
-        },
-    ),
-    TwoRanks(
-        "a parameter was written between the micro-batches of one step, which share their weights",
-        lambda: written(1),
-        {"write before the first of them": lambda: written(0), "after the optimizer's step": lambda: written("after")},
-    ),
-    Row(
-        "{}: {} are parameters of integers, which torch {} cannot shard",
-        with_integers,
-        {"use {}(whole={})": lambda: with_integers(whole=("index",))},
-    ),
+    TwoRanks("a parameter was written between the micro-batches of one step, which share their weights")
+    .refuses(lambda: written(1))
+    .helps("write before the first of them", lambda: written(0))
+    .helps("after the optimizer's step", lambda: written("after")),
+    Row("{}: {} are parameters of integers, which torch {} cannot shard")
+    .refuses(with_integers)
+    .helps("use {}(whole={})", lambda: with_integers(whole=("index",))),
 ]
 
 

@@ -187,197 +187,122 @@ def apart(*kinds):
 
 
 ROWS = [
-    Row(
-        "free some space or correct the folder's mode, or name another folder",
-        built,
-        {
-            "correct the folder's mode": lambda: built(mode=0o777),
-            "name another folder, in a recipe by data.cache": lambda: built(inside="open"),
-        },
-        result=["file"],
-    ),
+    Row("free some space or correct the folder's mode, or name another folder", result=["file"])
+    .refuses(built)
+    .helps("correct the folder's mode", lambda: built(mode=0o777))
+    .helps("name another folder, in a recipe by data.cache", lambda: built(inside="open")),
     Row(
         "the optimizer does not support sparse gradients",
-        lambda: sparse_gradient(True),
-        {"use SparseAdam": sparse_adam},
         result=lambda: torch.tensor([[0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]),
+    )
+    .refuses(lambda: sparse_gradient(True))
+    .helps("use SparseAdam", sparse_adam),
+    TwoRanks("par.accumulate needs every layer on every rank, and {} divides them")
+    .refuses(lambda: list(Plan("pp=2", [PipelineParallel()]).apply(made(Line), LINE).accumulate(MICRO)))
+    .helps("run a step by par.backward(micro_batches, loss)", staged),
+    TwoRanks("{} have other names or dtypes on ranks {} than on rank 0")
+    .refuses(lambda: apart("cpu", "meta"))
+    .helps(
+        "build the same model on every rank, everywhere on the meta device or everywhere with weights",
+        lambda: apart("meta") and apart("cpu"),
     ),
-    TwoRanks(
-        "par.accumulate needs every layer on every rank, and {} divides them",
-        lambda: list(Plan("pp=2", [PipelineParallel()]).apply(made(Line), LINE).accumulate(MICRO)),
-        {"run a step by par.backward(micro_batches, loss)": staged},
-    ),
-    TwoRanks(
-        "{} have other names or dtypes on ranks {} than on rank 0",
-        lambda: apart("cpu", "meta"),
-        {
-            "build the same model on every rank, everywhere on the meta device or everywhere with weights": lambda: (
-                apart("meta") and apart("cpu")
-            )
-        },
-    ),
-    Tested(
-        "got no position_ids, and each rank has a part",
-        "tests/passes/positions/test_parallel.py::refused",
-        {"call the model with par.split(batch), a mapping": "par.module(**par.split({"},
-    ),
-    Tested(
-        "different numbers of micro-batches, this one",
-        "tests/passes/pipeline/test_stage_habits.py::test_data_ranks_of_a_stage_that_differ_are_refused_on_all_stages_and_the_next_step_is_exact",
-        {"give it the same number on every rank": "par.backward(micro_batches(0, 3), plain_loss)"},
-    ),
-    Tested(
-        "fresh='the reason'",
-        "tests/testing/test_parity.py::test_ranks_find_what_the_last_test_found_and_a_patch_that_is_left_is_refused",
-        {"write @on_ranks(..., fresh='the reason')": 'on_ranks(1, fresh="leaves a patch")'},
-    ),
-    Tested(
-        "has given no sign of life for {} s; end that process, or name another folder, in a recipe by data.cache",
-        "tests/training/test_data.py::test_who_waits_for_a_build_says_for_whom_and_not_for_ever",
-        {"name another folder, in a recipe by data.cache": "build_once(tmp_path / name"},
-    ),
+    Tested("got no position_ids, and each rank has a part")
+    .by("tests/passes/positions/test_parallel.py::refused")
+    .helps("call the model with par.split(batch), a mapping", "par.module(**par.split({"),
+    Tested("different numbers of micro-batches, this one")
+    .by(
+        "tests/passes/pipeline/test_stage_habits.py::test_data_ranks_of_a_stage_that_differ_are_refused_on_all_stages_and_the_next_step_is_exact"
+    )
+    .helps("give it the same number on every rank", "par.backward(micro_batches(0, 3), plain_loss)"),
+    Tested("fresh='the reason'")
+    .by("tests/testing/test_parity.py::test_ranks_find_what_the_last_test_found_and_a_patch_that_is_left_is_refused")
+    .helps("write @on_ranks(..., fresh='the reason')", 'on_ranks(1, fresh="leaves a patch")'),
+    Tested("has given no sign of life for {} s; end that process, or name another folder, in a recipe by data.cache")
+    .by("tests/training/test_data.py::test_who_waits_for_a_build_says_for_whom_and_not_for_ever")
+    .helps("name another folder, in a recipe by data.cache", "build_once(tmp_path / name"),
     Tested(
         "ranks of a guard that exchanges values would wait for the others; install the same packages on every host, or "
-        "leave guards out by Plan(guards='off')",
-        "tests/guards/test_agreement.py::test_guards_that_some_ranks_alone_have_are_refused_by_name_in_the_exchange_of_weights",
-        {"leave guards out by Plan(guards='off')": 'guards="off").apply('},
+        "leave guards out by Plan(guards='off')"
+    )
+    .by(
+        "tests/guards/test_agreement.py::test_guards_that_some_ranks_alone_have_are_refused_by_name_in_the_exchange_of_weights"
+    )
+    .helps("leave guards out by Plan(guards='off')", 'guards="off").apply('),
+    Row("{} {}, so its loss cannot be computed in chunks", result=at_once("scaled"))
+    .refuses(lambda: chunked("scaled"))
+    .helps("use chunk=0 (all logits at once)", lambda: chunked("scaled", chunk=0)),
+    Row("{} does not say which module makes its logits", result=lambda: chunked(named=True))
+    .refuses(lambda: chunked(named=False))
+    .helps("name it (head=), give it the style 'head' in meshpar_layout()", lambda: chunked(named=False, kind=Named))
+    .helps("use chunk=0 (all logits at once)", lambda: chunked(chunk=0)),
+    Row("the head was called twice in one forward", result=at_once("twice"))
+    .refuses(lambda: chunked("twice"))
+    .helps("use chunk=0", lambda: chunked("twice", chunk=0)),
+    Row("the head got hidden states of {} for labels of {}", result=at_once("short"))
+    .refuses(lambda: chunked("short"))
+    .helps("use chunk=0", lambda: chunked("short", chunk=0)),
+    Row("the head is a {} with a forward of its own", result=at_once("own head"))
+    .refuses(lambda: chunked("own head"))
+    .helps("use chunk=0", lambda: chunked("own head", chunk=0)),
+    Row("{} ranks do not fill nodes of {}; give a number of nodes", result=1)
+    .refuses(lambda: mesh_svg(MeshSpec("dp_shard=6"), 4))
+    .helps("give a number of nodes that divides them", lambda: mesh_svg(MeshSpec("dp_shard=6"), 3).count("<svg")),
+    Row("{}: no home folder is known for {}", result="/data")
+    .refuses(lambda: home_of("~/data"))
+    .helps("set HOME", lambda: home_of("~/data", home="/"))
+    .helps("write a path without ~", lambda: home_of("/data")),
+    Row("reduction={} is not known", result=lambda: torch.tensor(4.0).log())
+    .refuses(lambda: token_loss(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64), reduction="average"))
+    .helps(
+        "use 'sum'", lambda: token_loss(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64), reduction="sum") / 2
+    )
+    .helps(
+        "'mean' over the tokens that count",
+        lambda: token_loss(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64), reduction="mean"),
     ),
-    Row(
-        "{} {}, so its loss cannot be computed in chunks",
-        lambda: chunked("scaled"),
-        {"use chunk=0 (all logits at once)": lambda: chunked("scaled", chunk=0)},
-        result=at_once("scaled"),
-    ),
-    Row(
-        "{} does not say which module makes its logits",
-        lambda: chunked(named=False),
-        {
-            "name it (head=), give it the style 'head' in meshpar_layout()": lambda: chunked(named=False, kind=Named),
-            "use chunk=0 (all logits at once)": lambda: chunked(chunk=0),
-        },
-        result=lambda: chunked(named=True),
-    ),
-    Row(
-        "the head was called twice in one forward",
-        lambda: chunked("twice"),
-        {"use chunk=0": lambda: chunked("twice", chunk=0)},
-        result=at_once("twice"),
-    ),
-    Row(
-        "the head got hidden states of {} for labels of {}",
-        lambda: chunked("short"),
-        {"use chunk=0": lambda: chunked("short", chunk=0)},
-        result=at_once("short"),
-    ),
-    Row(
-        "the head is a {} with a forward of its own",
-        lambda: chunked("own head"),
-        {"use chunk=0": lambda: chunked("own head", chunk=0)},
-        result=at_once("own head"),
-    ),
-    Row(
-        "{} ranks do not fill nodes of {}; give a number of nodes",
-        lambda: mesh_svg(MeshSpec("dp_shard=6"), 4),
-        {"give a number of nodes that divides them": lambda: mesh_svg(MeshSpec("dp_shard=6"), 3).count("<svg")},
-        result=1,
-    ),
-    Row(
-        "{}: no home folder is known for {}",
-        lambda: home_of("~/data"),
-        {"set HOME": lambda: home_of("~/data", home="/"), "write a path without ~": lambda: home_of("/data")},
-        result="/data",
-    ),
-    Row(
-        "reduction={} is not known",
-        lambda: token_loss(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64), reduction="average"),
-        {
-            "use 'sum'": lambda: (
-                token_loss(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64), reduction="sum") / 2
-            ),
-            "'mean' over the tokens that count": lambda: token_loss(
-                torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64), reduction="mean"
-            ),
-        },
-        result=lambda: torch.tensor(4.0).log(),
-    ),
-    Row(
-        "{} has the shape {}, and no layout says what its matrices are",
-        lambda: muon(),
-        {
-            'use groups={"{}": {"stacked": True}} if each index': lambda: muon(stacked=True) and muon(stacked=False),
-            '{"rule": "adamw"}': lambda: muon(rule="adamw"),
-        },
-        result=True,
-    ),
+    Row("{} has the shape {}, and no layout says what its matrices are", result=True)
+    .refuses(lambda: muon())
+    .helps('use groups={"{}": {"stacked": True}} if each index', lambda: muon(stacked=True) and muon(stacked=False))
+    .helps('{"rule": "adamw"}', lambda: muon(rule="adamw")),
     Row(
         "the optimizer does not support sparse gradients",
-        lambda: sparse_gradient(True),
-        {"build the embedding with sparse=False": lambda: sparse_gradient(False)},
         result=lambda: torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]),
-    ),
-    Row(
-        "{} works over {}, which one process does not have",
-        lambda: alone_with(FullyShard()),
-        {"leave it out of alone=": lambda: alone_with()},
-        result=True,
-        ranks=1,
-    ),
-    Row(
-        "attention_mask with a window needs position_ids",
-        lambda: windowed(None),
-        {"hand over torch.arange(length)[None] where there are none": lambda: windowed(torch.arange(8)[None])},
-        result=8,
-    ),
-    Row(
-        "attention over {} positions got the mask of {}",
-        lambda: attended(6),
-        {"make one for this sequence": lambda: attended(8)},
-        result=whole_attention,
-    ),
-    Row(
-        "there are {}; name one of them",
-        lambda: average_called("averaged", ["fast", "slow"]),
-        {"name one of them": lambda: average_called("fast", ["fast", "slow"])},
-        result="fast",
-    ),
-    Row(
-        "there is none; take the trained weights",
-        lambda: average_called("averaged", []),
-        {"take the trained weights": lambda: average_called("trained", [])},
-        result=None,
-    ),
-    Loop(
-        "clip_grad_norm_ is called between the micro-batches of par.accumulate",
-        lambda: on("FSDP", clipping("inside")),
-        {"clip after the loop": lambda: difference("FSDP", clipping("after"))},
-    ),
-    Tested(
-        "its whole state; use HybridShard(optimizer='replica')",
-        "tests/jobs/test_replicas.py::test_what_cannot_be_lost_is_refused_by_name",
-        {"use HybridShard(optimizer='replica')": '[HybridShard(optimizer="replica")]'},
-    ),
-    Tested(
-        "uses statistics of the whole batch",
-        "tests/jobs/test_replicas.py::test_what_cannot_be_lost_is_refused_by_name",
-        {"use another norm": "apply(lab.model())"},
-    ),
-    Tested(
-        "inside of one replica",
-        "tests/jobs/test_replicas.py::test_a_replica_is_described_and_forecast_with_its_whole_state",
-        {"write dp_replicate=1": '"dp_replicate=1,dp_shard=2"'},
-    ),
-    Tested(
-        "and a replica that comes back copies all layers",
-        "tests/jobs/test_replicas.py::test_a_replica_is_described_and_forecast_with_its_whole_state",
-        {"drop pp from the mesh": "plan.describe(uneven()[1], replicas=count)"},
-    ),
-    Row(
-        "the module has its weights already, and a seed would replace them",
-        lambda: materialized(meta=False),
-        {"build it on meta to draw new ones": lambda: materialized(meta=True)},
-        result=True,
-        ranks=1,
-    ),
+    )
+    .refuses(lambda: sparse_gradient(True))
+    .helps("build the embedding with sparse=False", lambda: sparse_gradient(False)),
+    Row("{} works over {}, which one process does not have", result=True, ranks=1)
+    .refuses(lambda: alone_with(FullyShard()))
+    .helps("leave it out of alone=", lambda: alone_with()),
+    Row("attention_mask with a window needs position_ids", result=8)
+    .refuses(lambda: windowed(None))
+    .helps("hand over torch.arange(length)[None] where there are none", lambda: windowed(torch.arange(8)[None])),
+    Row("attention over {} positions got the mask of {}", result=whole_attention)
+    .refuses(lambda: attended(6))
+    .helps("make one for this sequence", lambda: attended(8)),
+    Row("there are {}; name one of them", result="fast")
+    .refuses(lambda: average_called("averaged", ["fast", "slow"]))
+    .helps("name one of them", lambda: average_called("fast", ["fast", "slow"])),
+    Row("there is none; take the trained weights", result=None)
+    .refuses(lambda: average_called("averaged", []))
+    .helps("take the trained weights", lambda: average_called("trained", [])),
+    Loop("clip_grad_norm_ is called between the micro-batches of par.accumulate")
+    .refuses(lambda: on("FSDP", clipping("inside")))
+    .helps("clip after the loop", lambda: difference("FSDP", clipping("after"))),
+    Tested("its whole state; use HybridShard(optimizer='replica')")
+    .by("tests/jobs/test_replicas.py::test_what_cannot_be_lost_is_refused_by_name")
+    .helps("use HybridShard(optimizer='replica')", '[HybridShard(optimizer="replica")]'),
+    Tested("uses statistics of the whole batch")
+    .by("tests/jobs/test_replicas.py::test_what_cannot_be_lost_is_refused_by_name")
+    .helps("use another norm", "apply(lab.model())"),
+    Tested("inside of one replica")
+    .by("tests/jobs/test_replicas.py::test_a_replica_is_described_and_forecast_with_its_whole_state")
+    .helps("write dp_replicate=1", '"dp_replicate=1,dp_shard=2"'),
+    Tested("and a replica that comes back copies all layers")
+    .by("tests/jobs/test_replicas.py::test_a_replica_is_described_and_forecast_with_its_whole_state")
+    .helps("drop pp from the mesh", "plan.describe(uneven()[1], replicas=count)"),
+    Row("the module has its weights already, and a seed would replace them", result=True, ranks=1)
+    .refuses(lambda: materialized(meta=False))
+    .helps("build it on meta to draw new ones", lambda: materialized(meta=True)),
 ]
 
 

@@ -182,184 +182,116 @@ def encoder():
 
 
 ROWS = [
-    Row(
+    Row("leave it whole: TensorParallel(styles={pattern: None})")
+    .refuses(lambda: checked("tp=2", [TensorParallel()], with_own_plan()))
+    .helps(
         "leave it whole: TensorParallel(styles={pattern: None})",
-        lambda: checked("tp=2", [TensorParallel()], with_own_plan()),
-        {
-            "leave it whole: TensorParallel(styles={pattern: None})": lambda: checked(
-                "tp=2", [TensorParallel(styles=dict.fromkeys(PROJECTIONS))], with_own_plan()
-            )
-        },
+        lambda: checked("tp=2", [TensorParallel(styles=dict.fromkeys(PROJECTIONS))], with_own_plan()),
     ),
-    Row(
-        "{} is below peft's own adapters, which add to whole weights",
-        lambda: checked(EP_MESH, EP, by_peft()),
-        {
-            "add adapters that ranks can divide by meshpar.training.add_adapters": by_meshpar,
-            "use a mesh without ep": lambda: on_fsdp(by_peft()),
-        },
+    Row("{} is below peft's own adapters, which add to whole weights")
+    .refuses(lambda: checked(EP_MESH, EP, by_peft()))
+    .helps("add adapters that ranks can divide by meshpar.training.add_adapters", by_meshpar)
+    .helps("use a mesh without ep", lambda: on_fsdp(by_peft())),
+    Row("{} holds its experts as {} in {}, and ExpertParallel divides parameters whose first dim counts experts")
+    .refuses(lambda: checked(EP_MESH, EP, in_one_matrix()))
+    .helps("use a mesh without ep", lambda: on_fsdp(in_one_matrix())),
+    Row("generate makes one position after another, and each rank has a part of them", result=of_one_process, ranks=2)
+    .refuses(lambda: generated(CP_MESH, CP))
+    .helps("generate on a mesh without cp", lambda: generated(FSDP_MESH, [FullyShard()])),
+    TwoRanks("a model that counts its positions itself is split by its input_ids, got none")
+    .refuses(lambda: exact(roberta, CP_MESH, CP, given={"inputs_embeds": EMBEDDINGS}))
+    .helps(
+        "use a mesh without cp", lambda: exact(roberta, FSDP_MESH, [FullyShard()], given={"inputs_embeds": EMBEDDINGS})
     ),
-    Row(
-        "{} holds its experts as {} in {}, and ExpertParallel divides parameters whose first dim counts experts",
-        lambda: checked(EP_MESH, EP, in_one_matrix()),
-        {"use a mesh without ep": lambda: on_fsdp(in_one_matrix())},
-    ),
-    Row(
-        "generate makes one position after another, and each rank has a part of them",
-        lambda: generated(CP_MESH, CP),
-        {"generate on a mesh without cp": lambda: generated(FSDP_MESH, [FullyShard()])},
-        result=of_one_process,
-        ranks=2,
-    ),
-    TwoRanks(
-        "a model that counts its positions itself is split by its input_ids, got none",
-        lambda: exact(roberta, CP_MESH, CP, given={"inputs_embeds": EMBEDDINGS}),
-        {
-            "use a mesh without cp": lambda: exact(
-                roberta, FSDP_MESH, [FullyShard()], given={"inputs_embeds": EMBEDDINGS}
-            )
-        },
-    ),
-    TwoRanks(
-        "the model's mask looks at more than positions (kinds of tokens, blocks)",
-        lambda: by_kinds(CP_MESH, CP),
-        {"use a mesh without cp": lambda: by_kinds(FSDP_MESH, [FullyShard()])},
-    ),
-    TwoRanks(
-        "{} adds a bias of its own to its scores, of a rank's positions",
-        lambda: exact(encoder, CP_MESH, [ContextParallel(mixers=("encoder.block.0",)), FullyShard()]),
-        {"use a mesh without cp": lambda: exact(encoder, FSDP_MESH, [FullyShard()])},
-    ),
-    Row(
-        "{} got an attention_mask; transformers applies it to the embeddings",
-        lambda: padded(mask=True),
-        {
-            "pack the batch instead of padding it": lambda: padded(mask=False),
-            "use TensorParallel(sequence_parallel=False)": lambda: padded(mask=True, sequence_parallel=False),
-        },
-        result=(1, 8, VOCAB),
-    ),
-    Row(
-        "n_head ({}) does not divide n_embd ({})",
-        lambda: GPT2Config(n_embd=30, n_head=4),
-        {"choose n_embd as a multiple of n_head": lambda: GPT2Config(n_embd=32, n_head=4).n_embd},
-        result=32,
-    ),
-    Row(
-        "heads ({}) does not divide dim ({}); set head_dim, or change heads",
-        lambda: config(heads=5),
-        {"set head_dim": lambda: config(heads=5, head_dim=8), "change heads": lambda: config(heads=2)},
-        result=32,
-    ),
-    Row(
-        "kv_heads ({}) does not divide heads ({})",
-        lambda: config(kv_heads=3),
-        {"choose a divisor": lambda: config(kv_heads=2)},
-        result=32,
-    ),
-    Row(
-        "experts is {} and qk_norm is False",
-        lambda: config(experts=4),
-        {"set qk_norm=True": lambda: config(experts=4, qk_norm=True)},
-        result=32,
-    ),
-    Row(
-        "the sequence has {} positions; expected at most {}",
-        lambda: length(9),
-        {"shorten it": lambda: length(8)[1:]},
-        result=(8, 16),
-    ),
-    Row(
-        "or raise the limit in the model's config",
-        lambda: length(9),
-        {"raise the limit in the model's config": lambda: length(9, max_positions=16)},
-        result=(1, 9, 16),
-    ),
-    Row(
-        "transformers gives {} no tp_plan",
-        lambda: checked("tp=2", [TensorParallel()], stablelm()),
-        {
-            "drop TensorParallel": lambda: on_fsdp(stablelm()),
-            "pass a ModelLayout with a tensor table to apply": lambda: problems(
-                "tp=2",
-                [TensorParallel()],
-                stablelm(),
-                ModelLayout(
-                    blocks=("model.layers.*",),
-                    tensor={
-                        "model.layers.*.mlp.gate_proj": "colwise",
-                        "model.layers.*.mlp.up_proj": "colwise",
-                        "model.layers.*.mlp.down_proj": "rowwise",
-                    },
-                ),
+    TwoRanks("the model's mask looks at more than positions (kinds of tokens, blocks)")
+    .refuses(lambda: by_kinds(CP_MESH, CP))
+    .helps("use a mesh without cp", lambda: by_kinds(FSDP_MESH, [FullyShard()])),
+    TwoRanks("{} adds a bias of its own to its scores, of a rank's positions")
+    .refuses(lambda: exact(encoder, CP_MESH, [ContextParallel(mixers=("encoder.block.0",)), FullyShard()]))
+    .helps("use a mesh without cp", lambda: exact(encoder, FSDP_MESH, [FullyShard()])),
+    Row("{} got an attention_mask; transformers applies it to the embeddings", result=(1, 8, VOCAB))
+    .refuses(lambda: padded(mask=True))
+    .helps("pack the batch instead of padding it", lambda: padded(mask=False))
+    .helps("use TensorParallel(sequence_parallel=False)", lambda: padded(mask=True, sequence_parallel=False)),
+    Row("n_head ({}) does not divide n_embd ({})", result=32)
+    .refuses(lambda: GPT2Config(n_embd=30, n_head=4))
+    .helps("choose n_embd as a multiple of n_head", lambda: GPT2Config(n_embd=32, n_head=4).n_embd),
+    Row("heads ({}) does not divide dim ({}); set head_dim, or change heads", result=32)
+    .refuses(lambda: config(heads=5))
+    .helps("set head_dim", lambda: config(heads=5, head_dim=8))
+    .helps("change heads", lambda: config(heads=2)),
+    Row("kv_heads ({}) does not divide heads ({})", result=32)
+    .refuses(lambda: config(kv_heads=3))
+    .helps("choose a divisor", lambda: config(kv_heads=2)),
+    Row("experts is {} and qk_norm is False", result=32)
+    .refuses(lambda: config(experts=4))
+    .helps("set qk_norm=True", lambda: config(experts=4, qk_norm=True)),
+    Row("the sequence has {} positions; expected at most {}", result=(8, 16))
+    .refuses(lambda: length(9))
+    .helps("shorten it", lambda: length(8)[1:]),
+    Row("or raise the limit in the model's config", result=(1, 9, 16))
+    .refuses(lambda: length(9))
+    .helps("raise the limit in the model's config", lambda: length(9, max_positions=16)),
+    Row("transformers gives {} no tp_plan")
+    .refuses(lambda: checked("tp=2", [TensorParallel()], stablelm()))
+    .helps("drop TensorParallel", lambda: on_fsdp(stablelm()))
+    .helps(
+        "pass a ModelLayout with a tensor table to apply",
+        lambda: problems(
+            "tp=2",
+            [TensorParallel()],
+            stablelm(),
+            ModelLayout(
+                blocks=("model.layers.*",),
+                tensor={
+                    "model.layers.*.mlp.gate_proj": "colwise",
+                    "model.layers.*.mlp.up_proj": "colwise",
+                    "model.layers.*.mlp.down_proj": "rowwise",
+                },
             ),
-        },
+        ),
     ),
-    Row(
-        "{} adds a balance loss of each rank's own tokens to its loss",
-        lambda: on_fsdp(mixture(output_router_logits=True)),
-        {
-            "set model.config.output_router_logits = False and training.balance_loss": lambda: on_fsdp(
-                mixture(output_router_logits=False)
-            )
-        },
+    Row("{} adds a balance loss of each rank's own tokens to its loss")
+    .refuses(lambda: on_fsdp(mixture(output_router_logits=True)))
+    .helps(
+        "set model.config.output_router_logits = False and training.balance_loss",
+        lambda: on_fsdp(mixture(output_router_logits=False)),
     ),
-    Row(
-        "{} has a key/value cache (config.use_cache)",
-        lambda: checked(FSDP_MESH, [ActivationCheckpoint(), FullyShard()], llama(use_cache=True)),
-        {
-            "set model.config.use_cache = False": lambda: checked(
-                FSDP_MESH, [ActivationCheckpoint(), FullyShard()], llama(use_cache=False)
-            )
-        },
+    Row("{} has a key/value cache (config.use_cache)")
+    .refuses(lambda: checked(FSDP_MESH, [ActivationCheckpoint(), FullyShard()], llama(use_cache=True)))
+    .helps(
+        "set model.config.use_cache = False",
+        lambda: checked(FSDP_MESH, [ActivationCheckpoint(), FullyShard()], llama(use_cache=False)),
     ),
-    Row(
-        "{} attends by {}, and ContextParallel serves 'sdpa' and 'eager'",
-        lambda: checked(CP_MESH, CP, llama(attn_implementation="flex_attention")),
-        {
-            "build the model with attn_implementation='sdpa'": lambda: checked(
-                CP_MESH, CP, llama(attn_implementation="sdpa")
-            )
-        },
+    Row("{} attends by {}, and ContextParallel serves 'sdpa' and 'eager'")
+    .refuses(lambda: checked(CP_MESH, CP, llama(attn_implementation="flex_attention")))
+    .helps(
+        "build the model with attn_implementation='sdpa'",
+        lambda: checked(CP_MESH, CP, llama(attn_implementation="sdpa")),
     ),
-    Row(
-        "{} attends from one sequence to another, and ContextParallel splits one",
-        lambda: checked(CP_MESH, CP, t5()),
-        {"use a mesh without cp": lambda: on_fsdp(t5())},
+    Row("{} attends from one sequence to another, and ContextParallel splits one")
+    .refuses(lambda: checked(CP_MESH, CP, t5()))
+    .helps("use a mesh without cp", lambda: on_fsdp(t5())),
+    Row("{} has embeddings of places for one length alone (axial_pos_embds)")
+    .refuses(lambda: checked(CP_MESH, CP, reformer()))
+    .helps("use a mesh without cp", lambda: on_fsdp(reformer())),
+    Row("{} turns its positions by the longest that it sees")
+    .refuses(lambda: checked(CP_MESH, CP, turned("dynamic")))
+    .helps("use a mesh without cp", lambda: on_fsdp(turned("dynamic"))),
+    Row("{} takes no position_ids, and ContextParallel gives each rank positions of its own")
+    .refuses(lambda: checked(CP_MESH, CP, mamba()))
+    .helps("use a mesh without cp", lambda: on_fsdp(mamba()))
+    .helps(
+        "name what mixes positions, ContextParallel(mixers=(...))",
+        lambda: checked(CP_MESH, [ContextParallel(mixers=("backbone.layers.*.mixer",)), FullyShard()], mamba()),
     ),
-    Row(
-        "{} has embeddings of places for one length alone (axial_pos_embds)",
-        lambda: checked(CP_MESH, CP, reformer()),
-        {"use a mesh without cp": lambda: on_fsdp(reformer())},
-    ),
-    Row(
-        "{} turns its positions by the longest that it sees",
-        lambda: checked(CP_MESH, CP, turned("dynamic")),
-        {"use a mesh without cp": lambda: on_fsdp(turned("dynamic"))},
-    ),
-    Row(
-        "{} takes no position_ids, and ContextParallel gives each rank positions of its own",
-        lambda: checked(CP_MESH, CP, mamba()),
-        {
-            "use a mesh without cp": lambda: on_fsdp(mamba()),
-            "name what mixes positions, ContextParallel(mixers=(...))": lambda: checked(
-                CP_MESH, [ContextParallel(mixers=("backbone.layers.*.mixer",)), FullyShard()], mamba()
-            ),
-        },
-    ),
-    Row(
-        "{} is a list of modules, and each of their parameters is one expert's",
-        lambda: checked(EP_MESH, EP, switch()),
-        {
-            "use a mesh without ep": lambda: on_fsdp(switch()),
-            "stack them in one module that is called with": lambda: checked(EP_MESH, EP, mixture()),
-        },
-    ),
-    Row(
-        "{} has no experts to divide",
-        lambda: checked(EP_MESH, EP, llama()),
-        {"drop ExpertParallel and ep from the mesh": lambda: checked("dp_shard=1", [FullyShard()], llama())},
-    ),
+    Row("{} is a list of modules, and each of their parameters is one expert's")
+    .refuses(lambda: checked(EP_MESH, EP, switch()))
+    .helps("use a mesh without ep", lambda: on_fsdp(switch()))
+    .helps("stack them in one module that is called with", lambda: checked(EP_MESH, EP, mixture())),
+    Row("{} has no experts to divide")
+    .refuses(lambda: checked(EP_MESH, EP, llama()))
+    .helps("drop ExpertParallel and ep from the mesh", lambda: checked("dp_shard=1", [FullyShard()], llama())),
 ]
 
 

@@ -448,372 +448,218 @@ def adapters_on(folder):
 
 
 ROWS = [
-    Row(
-        "cannot listen at {}",
-        lambda: taken(lambda port: joined(f"127.0.0.1:{port}", 0)),
-        {"give --head a name of this host": lambda: joined(address(), 0)},
-        result=["a"],
+    Row("cannot listen at {}", result=["a"])
+    .refuses(lambda: taken(lambda port: joined(f"127.0.0.1:{port}", 0)))
+    .helps("give --head a name of this host", lambda: joined(address(), 0)),
+    Row("node 0 does not answer at {} within {} s", result=["a"])
+    .refuses(lambda: reach_head(address(), 1, 0.1))
+    .helps("check that node 0 runs, its host name and its port", lambda: joined(address(), 1, 0)),
+    Row("node rank {} is already used by {}", result=["a", "b", "c"])
+    .refuses(joined_twice)
+    .helps(
+        "give each node its own --node-rank",
+        lambda: [*joined(address(), 0, 1), *joined(address(), 0, run_ids=("b", "c"))],
     ),
-    Row(
-        "node 0 does not answer at {} within {} s",
-        lambda: reach_head(address(), 1, 0.1),
-        {"check that node 0 runs, its host name and its port": lambda: joined(address(), 1, 0)},
-        result=["a"],
+    Tested("another process came as {}")
+    .by("tests/jobs/test_meeting.py::test_a_second_process_with_the_number_of_a_node_takes_its_place")
+    .helps("give each node its own --node-rank, and start it once", "None not in again.gather()"),
+    Row("this is a task of a SLURM step, but {} is missing", result="")
+    .refuses(step_of_srun)
+    .helps("with torchrun", lambda: step_of_srun(RANK="0", WORLD_SIZE="2")),
+    Row("all ports from {} to {} are in use", result=30_303)
+    .refuses(lambda: taken(lambda port: ports(port, free_port)))
+    .helps("free one of them", lambda: ports(30_303, free_port)),
+    Row("so it is not started again", result=True)
+    .refuses(lambda: started("7", 0, 1, 2))
+    .helps("correct the first error in their logs, then submit", lambda: started("8", 0)),
+    Row("memory is full; use a smaller data.micro_batch", result=[True, True])
+    .refuses(failed_of_memory)
+    .helps(
+        "use a smaller data.micro_batch with more data.accumulate",
+        lambda: [peak(1) < peak(2) and found_batch(peak(1), whole=2) == 1, peak(1, RECOMPUTED) < peak(1)],
+    )
+    .helps("more shards; meshpar plan RECIPE lists", lambda: [peak(1, SHARDS) < peak(1), True]),
+    Row("not even a micro-batch of 1 fits", result=[1, 1])
+    .refuses(lambda: found_batch(peak(1) - 1))
+    .helps(
+        "shard more (mesh), recompute (ActivationCheckpoint)",
+        lambda: [found_batch(peak(1) - 1, SHARDS), found_batch(peak(1) - 1, RECOMPUTED)],
+    )
+    .helps("shorten the sequence", lambda: [found_batch(peak(1) - 1, SHORTER), 1]),
+    Row("--top-p and --seed are for sampling", result="ab")
+    .refuses(lambda: answered(exported_model(), "--seed", "1"))
+    .helps("also pass --temperature", lambda: answered(exported_model(), "--seed", "1", "--temperature", "0.8")),
+    Row("as transformers saves it: correct --config", result=0)
+    .refuses(lambda: imported(published("hf", config=False), "--config", "hf"))
+    .helps("correct --config", lambda: imported(published("hf", config=False), "--config", published("other"))),
+    Row("{} has no config.json that names a model_type", result=0)
+    .refuses(lambda: imported(published("hf", config=False)))
+    .helps("pass --config FOLDER", lambda: imported(published("hf", config=False), "--config", published("other"))),
+    Row("{} has a model of type {}; ours are", result=0)
+    .refuses(lambda: imported(published("hf", "falcon")))
+    .helps("pass --model transformers", lambda: imported(published("hf", "falcon"), "--model", "transformers")),
+    Row("--every chooses steps of --watch", result={"step-00000001"})
+    .refuses(lambda: exported(plain(), "--every", "1"))
+    .helps(
+        "pass --watch, and either --every or --best",
+        lambda: {*exported(plain(), "--watch", "--every", "1"), *exported(plain(), "--watch", "--best", "val/loss")},
     ),
-    Row(
-        "node rank {} is already used by {}",
-        joined_twice,
-        {
-            "give each node its own --node-rank": lambda: [
-                *joined(address(), 0, 1),
-                *joined(address(), 0, run_ids=("b", "c")),
-            ]
-        },
-        result=["a", "b", "c"],
+    Tested("--watch, --push and --measure work on a disk; export without them")
+    .by("tests/jobs/test_object_store.py::test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk")
+    .helps("export without them", 'export_run(run, f"{bucket}/hf")'),
+    Row("{} has no tokenizer; a run on token ids has none", result="ab")
+    .refuses(lambda: exported_and_answered(without_tokenizer()))
+    .helps("export it with --config DIR", lambda: exported_and_answered("tokens", "--config", exported_model())),
+    Row("{} has no config.json; for adapters and GGUF files", result=["ab", "ab"])
+    .refuses(lambda: with_vllm(exported_adapters(), "vllm"))
+    .helps(
+        "for adapters and GGUF files use --engine transformers",
+        lambda: [
+            with_vllm(exported_adapters(), "transformers"),
+            exported_and_answered(adapted(), "--quantize", "q8_0", ask=("--engine", "transformers")),
+        ],
     ),
-    Tested(
-        "another process came as {}",
-        "tests/jobs/test_meeting.py::test_a_second_process_with_the_number_of_a_node_takes_its_place",
-        {"give each node its own --node-rank, and start it once": "None not in again.gather()"},
+    Row("the tokenizer has no chat template", result=True)
+    .refuses(lambda: answered(exported_model(), "--chat"))
+    .helps("leave out --chat", lambda: answered(exported_model()) == "ab")
+    .helps(
+        "export with the tokenizer of a chat model",
+        lambda: bool(exported_and_answered(plain(), "--config", of_chat(), ask=("--chat",))),
     ),
-    Row(
-        "this is a task of a SLURM step, but {} is missing",
-        step_of_srun,
-        {"with torchrun": lambda: step_of_srun(RANK="0", WORLD_SIZE="2")},
-        result="",
+    Row("the prompt is empty, and the tokenizer has no token", result=[[97]])
+    .refuses(lambda: prompted(""))
+    .helps("give a prompt", lambda: prompted("a")),
+    Tested("this is already one of {} ranks that torchrun or srun started")
+    .by("tests/jobs/test_run.py::test_options_that_start_ranks_are_refused_in_a_rank")
+    .helps(
+        "leave {} out; to start ranks from one process on each node",
+        '"--nproc", "2", "--nodes", "1", "--node-rank", "0", "--head", head, "job.py"',
     ),
-    Row(
-        "all ports from {} to {} are in use",
-        lambda: taken(lambda port: ports(port, free_port)),
-        {"free one of them": lambda: ports(30_303, free_port)},
-        result=30_303,
+    Tested("--search trains a whole model on packed text with AdamW")
+    .by("tests/forecasting/test_planned.py::test_a_recipe_that_no_search_is_for_is_forecast_without")
+    .helps("forecast this recipe's plans one by one, without --search", "plan_command(tmp_path, *own)\n"),
+    Tested("no setting fits {} x {}; nearest: ")
+    .by("tests/forecasting/test_planned.py::test_where_no_setting_fits_more_nodes_do")
+    .helps("use more nodes", '"--search", "--nodes", "4"'),
+    Row("there is no file {}; give the path of a script")
+    .refuses(lambda: launched("absent.py"))
+    .helps(
+        "give the path of a script, -m MODULE", lambda: [*launched("train.py"), *launched("http.server", module=True)]
+    )
+    .helps("a recipe", lambda: launched(file("r.yaml", SMALL))),
+    Row("--elastic=replicas does not support {}", result=0)
+    .refuses(lambda: replicas(run_id="x", rejoin_s=3))
+    .helps("leave out such options", replicas),
+    Row("the mesh {} has {} ranks, which {} nodes cannot share evenly", result=[3, 2])
+    .refuses(lambda: on_nodes("dp_replicate=2,dp_shard=1", 3))
+    .helps(
+        "change the mesh or --nodes",
+        lambda: [on_nodes("dp_replicate=3,dp_shard=1", 3), on_nodes("dp_replicate=2,dp_shard=1", 2)],
     ),
-    Row(
-        "so it is not started again",
-        lambda: started("7", 0, 1, 2),
-        {"correct the first error in their logs, then submit": lambda: started("8", 0)},
-        result=True,
+    Tested("the export is complete: push it again")
+    .by("tests/jobs/test_publish.py::test_a_push_that_is_refused_keeps_the_export_and_says_why")
+    .helps("push it again with `hf upload {} {}`", '["upload", "me/tiny", str(tmp_path / "hf")]'),
+    Row("--measure needs a tokenizer to read the text", result="held-out loss")
+    .refuses(lambda: measured(without_tokenizer()))
+    .helps("pass --config DIR, a folder with config.json", lambda: measured("tokens", "--config", exported_model())),
+    Row("the weights have no {}, to which an adapter belongs", result=True)
+    .refuses(lambda: adapters_on(published("other", "falcon")))
+    .helps("give the folder of the adapted weights", lambda: adapters_on(base())),
+    Row("{} has no adapters; export it with `meshpar export`", result=True)
+    .refuses(lambda: export_adapters(chosen_step(plain(), None), place("alone"), LoRA(), place(base())))
+    .helps("export it with `meshpar export`", lambda: "model.safetensors" in exported(plain())),
+    Row("a run that trained adapters (lora) has no averages", result=True)
+    .refuses(lambda: exported(adapted(), "--weights", "ema"))
+    .helps("drop --weights {}", lambda: "model.safetensors" in exported(adapted())),
+    Row("merged adapters keep the names of the weights below them", result=True)
+    .refuses(lambda: exported(adapted(), "--layout", "own"))
+    .helps("drop --layout", lambda: "model.safetensors" in exported(adapted())),
+    Row("--dtype {} does not fit --quantize {}", result=1)
+    .refuses(lambda: exported(plain(), "--dtype", "bfloat16", "--quantize", "q8_0"))
+    .helps("drop --dtype", lambda: len(exported(plain(), "--quantize", "q8_0"))),
+    Row("--adapters: {} is not a run that trained adapters", result=True)
+    .refuses(lambda: exported(plain(), "--adapters"))
+    .helps("drop --adapters", lambda: "model.safetensors" in exported(plain())),
+    Row("adapters are written as saved", result=True)
+    .refuses(lambda: exported(adapted(), "--adapters", "--dtype", "bfloat16"))
+    .helps(
+        "drop --dtype, --quantize, --layout and --config",
+        lambda: "adapter_model.safetensors" in exported(adapted(), "--adapters"),
+    )
+    .helps("drop --adapters", lambda: "model.safetensors" in exported(adapted(), "--dtype", "bfloat16")),
+    Row("model: {} predicts the next token")
+    .refuses(classified)
+    .helps("for the objective {} write kind: huggingface", lambda: classified(BERT)),
+    Row("the run has no tokenizer; name one with data.tokenizer", result=2)
+    .refuses(lambda: anew(f"data={{{tokens()}}}", "evaluations.samples.prompts=[once]", "training.validate_every=2"))
+    .helps(
+        "name one with data.tokenizer",
+        lambda: anew(
+            f"data={{{tokens()}, tokenizer: of-tokens}}",
+            "evaluations.samples.prompts=[once]",
+            "training.validate_every=2",
+        ),
     ),
-    Row(
-        "memory is full; use a smaller data.micro_batch",
-        failed_of_memory,
-        {
-            "use a smaller data.micro_batch with more data.accumulate": lambda: [
-                peak(1) < peak(2) and found_batch(peak(1), whole=2) == 1,
-                peak(1, RECOMPUTED) < peak(1),
-            ],
-            "more shards; meshpar plan RECIPE lists": lambda: [peak(1, SHARDS) < peak(1), True],
-        },
-        result=[True, True],
+    Tested("train and export the teacher first")
+    .by("tests/jobs/test_jobs.py::test_a_student_learns_from_a_frozen_teacher_both_sharded")
+    .helps("train and export the teacher first", 'folder = export_run(teacher.folder, teacher.folder / "export")'),
+    Row("{} is not writable")
+    .refuses(lambda: written_to(0o500))
+    .helps("correct its mode", lambda: written_to(0o700))
+    .helps("choose another folder", lambda: written_to(0o500, output="open/run")),
+    Row("{} has no vocab_size, and the model takes its vocabulary from the data", result=64)
+    .refuses(lambda: rows_of(None))
+    .helps("write model.vocab_size", lambda: rows_of(64)),
+    Row("{}: {} has no sample", result=2)
+    .refuses(lambda: anew(f"data={{{tokens_of(1)}}}"))
+    .helps("give it more text", lambda: anew(f"data={{{tokens_of(400)}}}")),
+    Row("the epochs of the sources in data.mix give {} steps", result=40)
+    .refuses(lambda: sources(("text", ", epochs: 1"), steps=40, text=TEXT))
+    .helps("lower it", lambda: sources(("text", ", epochs: 1"), steps=20) + 20)
+    .helps("raise their epochs", lambda: sources(("text", ", epochs: 2"), steps=40)),
+    Row("checkpoint.resume is never, but {} holds step {}", result=[2, 2])
+    .refuses(lambda: anew() and trained("checkpoint.resume=never"))
+    .helps(
+        "choose another output, delete it",
+        lambda: [
+            trained("checkpoint.resume=never", "output=other"),
+            shutil.rmtree("runs/job/checkpoints") or trained("checkpoint.resume=never"),
+        ],
+    )
+    .helps("set resume: auto", lambda: [anew(), trained("checkpoint.resume=auto", "training.steps=3") - 1]),
+    Row("{}: the checkpoint {} was saved with other data", result=3)
+    .refuses(lambda: changed(restored=False))
+    .helps("restore the files and settings that changed", lambda: changed(restored=True)),
+    Tested("to keep it, set data.micro_batch={} data.accumulate={}")
+    .by("tests/jobs/test_main_job.py::test_a_resume_with_other_data_or_another_batch_says_so")
+    .helps("to keep it, set data.micro_batch={} data.accumulate={}", '"data.micro_batch=2", "data.accumulate=4"'),
+    Row("{} contains a model without adapters", result=2)
+    .refuses(lambda: lora_from(None))
+    .helps("export it (`meshpar export`) and set model.weights", lambda: lora_from("hf")),
+    Row("{} contains only a model, so the run would begin at step 0", result=2)
+    .refuses(lambda: begun(7))
+    .helps("import it as step 0", lambda: begun(0))
+    .helps("into another folder and set checkpoint.resume", lambda: begun(7, "checkpoint.resume=other", to="other")),
+    Row("checkpoint.resume: {} holds no committed step", result=[2, 3, 4])
+    .refuses(lambda: anew("checkpoint.resume=.", "output=runs/elsewhere"))
+    .helps(
+        "give a step's folder or a run's folder",
+        lambda: [
+            trained("output=first"),
+            trained("checkpoint.resume=first", "training.steps=3", "output=runs/a"),
+            trained("checkpoint.resume=first/checkpoints/step-00000002", "training.steps=4", "output=runs/b"),
+        ],
     ),
-    Row(
-        "not even a micro-batch of 1 fits",
-        lambda: found_batch(peak(1) - 1),
-        {
-            "shard more (mesh), recompute (ActivationCheckpoint)": lambda: [
-                found_batch(peak(1) - 1, SHARDS),
-                found_batch(peak(1) - 1, RECOMPUTED),
-            ],
-            "shorten the sequence": lambda: [found_batch(peak(1) - 1, SHORTER), 1],
-        },
-        result=[1, 1],
-    ),
-    Row(
-        "--top-p and --seed are for sampling",
-        lambda: answered(exported_model(), "--seed", "1"),
-        {"also pass --temperature": lambda: answered(exported_model(), "--seed", "1", "--temperature", "0.8")},
-        result="ab",
-    ),
-    Row(
-        "as transformers saves it: correct --config",
-        lambda: imported(published("hf", config=False), "--config", "hf"),
-        {"correct --config": lambda: imported(published("hf", config=False), "--config", published("other"))},
-        result=0,
-    ),
-    Row(
-        "{} has no config.json that names a model_type",
-        lambda: imported(published("hf", config=False)),
-        {"pass --config FOLDER": lambda: imported(published("hf", config=False), "--config", published("other"))},
-        result=0,
-    ),
-    Row(
-        "{} has a model of type {}; ours are",
-        lambda: imported(published("hf", "falcon")),
-        {"pass --model transformers": lambda: imported(published("hf", "falcon"), "--model", "transformers")},
-        result=0,
-    ),
-    Row(
-        "--every chooses steps of --watch",
-        lambda: exported(plain(), "--every", "1"),
-        {
-            "pass --watch, and either --every or --best": lambda: {
-                *exported(plain(), "--watch", "--every", "1"),
-                *exported(plain(), "--watch", "--best", "val/loss"),
-            }
-        },
-        result={"step-00000001"},
-    ),
-    Tested(
-        "--watch, --push and --measure work on a disk; export without them",
-        "tests/jobs/test_object_store.py::test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk",
-        {"export without them": 'export_run(run, f"{bucket}/hf")'},
-    ),
-    Row(
-        "{} has no tokenizer; a run on token ids has none",
-        lambda: exported_and_answered(without_tokenizer()),
-        {"export it with --config DIR": lambda: exported_and_answered("tokens", "--config", exported_model())},
-        result="ab",
-    ),
-    Row(
-        "{} has no config.json; for adapters and GGUF files",
-        lambda: with_vllm(exported_adapters(), "vllm"),
-        {
-            "for adapters and GGUF files use --engine transformers": lambda: [
-                with_vllm(exported_adapters(), "transformers"),
-                exported_and_answered(adapted(), "--quantize", "q8_0", ask=("--engine", "transformers")),
-            ]
-        },
-        result=["ab", "ab"],
-    ),
-    Row(
-        "the tokenizer has no chat template",
-        lambda: answered(exported_model(), "--chat"),
-        {
-            "leave out --chat": lambda: answered(exported_model()) == "ab",
-            "export with the tokenizer of a chat model": lambda: bool(
-                exported_and_answered(plain(), "--config", of_chat(), ask=("--chat",))
-            ),
-        },
-        result=True,
-    ),
-    Row(
-        "the prompt is empty, and the tokenizer has no token",
-        lambda: prompted(""),
-        {"give a prompt": lambda: prompted("a")},
-        result=[[97]],
-    ),
-    Tested(
-        "this is already one of {} ranks that torchrun or srun started",
-        "tests/jobs/test_run.py::test_options_that_start_ranks_are_refused_in_a_rank",
-        {
-            "leave {} out; to start ranks from one process on each node": (
-                '"--nproc", "2", "--nodes", "1", "--node-rank", "0", "--head", head, "job.py"'
-            )
-        },
-    ),
-    Tested(
-        "--search trains a whole model on packed text with AdamW",
-        "tests/forecasting/test_planned.py::test_a_recipe_that_no_search_is_for_is_forecast_without",
-        {"forecast this recipe's plans one by one, without --search": "plan_command(tmp_path, *own)\n"},
-    ),
-    Tested(
-        "no setting fits {} x {}; nearest: ",
-        "tests/forecasting/test_planned.py::test_where_no_setting_fits_more_nodes_do",
-        {"use more nodes": '"--search", "--nodes", "4"'},
-    ),
-    Row(
-        "there is no file {}; give the path of a script",
-        lambda: launched("absent.py"),
-        {
-            "give the path of a script, -m MODULE": lambda: [
-                *launched("train.py"),
-                *launched("http.server", module=True),
-            ],
-            "a recipe": lambda: launched(file("r.yaml", SMALL)),
-        },
-    ),
-    Row(
-        "--elastic=replicas does not support {}",
-        lambda: replicas(run_id="x", rejoin_s=3),
-        {"leave out such options": replicas},
-        result=0,
-    ),
-    Row(
-        "the mesh {} has {} ranks, which {} nodes cannot share evenly",
-        lambda: on_nodes("dp_replicate=2,dp_shard=1", 3),
-        {
-            "change the mesh or --nodes": lambda: [
-                on_nodes("dp_replicate=3,dp_shard=1", 3),
-                on_nodes("dp_replicate=2,dp_shard=1", 2),
-            ]
-        },
-        result=[3, 2],
-    ),
-    Tested(
-        "the export is complete: push it again",
-        "tests/jobs/test_publish.py::test_a_push_that_is_refused_keeps_the_export_and_says_why",
-        {"push it again with `hf upload {} {}`": '["upload", "me/tiny", str(tmp_path / "hf")]'},
-    ),
-    Row(
-        "--measure needs a tokenizer to read the text",
-        lambda: measured(without_tokenizer()),
-        {"pass --config DIR, a folder with config.json": lambda: measured("tokens", "--config", exported_model())},
-        result="held-out loss",
-    ),
-    Row(
-        "the weights have no {}, to which an adapter belongs",
-        lambda: adapters_on(published("other", "falcon")),
-        {"give the folder of the adapted weights": lambda: adapters_on(base())},
-        result=True,
-    ),
-    Row(
-        "{} has no adapters; export it with `meshpar export`",
-        lambda: export_adapters(chosen_step(plain(), None), place("alone"), LoRA(), place(base())),
-        {"export it with `meshpar export`": lambda: "model.safetensors" in exported(plain())},
-        result=True,
-    ),
-    Row(
-        "a run that trained adapters (lora) has no averages",
-        lambda: exported(adapted(), "--weights", "ema"),
-        {"drop --weights {}": lambda: "model.safetensors" in exported(adapted())},
-        result=True,
-    ),
-    Row(
-        "merged adapters keep the names of the weights below them",
-        lambda: exported(adapted(), "--layout", "own"),
-        {"drop --layout": lambda: "model.safetensors" in exported(adapted())},
-        result=True,
-    ),
-    Row(
-        "--dtype {} does not fit --quantize {}",
-        lambda: exported(plain(), "--dtype", "bfloat16", "--quantize", "q8_0"),
-        {"drop --dtype": lambda: len(exported(plain(), "--quantize", "q8_0"))},
-        result=1,
-    ),
-    Row(
-        "--adapters: {} is not a run that trained adapters",
-        lambda: exported(plain(), "--adapters"),
-        {"drop --adapters": lambda: "model.safetensors" in exported(plain())},
-        result=True,
-    ),
-    Row(
-        "adapters are written as saved",
-        lambda: exported(adapted(), "--adapters", "--dtype", "bfloat16"),
-        {
-            "drop --dtype, --quantize, --layout and --config": lambda: (
-                "adapter_model.safetensors" in exported(adapted(), "--adapters")
-            ),
-            "drop --adapters": lambda: "model.safetensors" in exported(adapted(), "--dtype", "bfloat16"),
-        },
-        result=True,
-    ),
-    Row(
-        "model: {} predicts the next token",
-        classified,
-        {"for the objective {} write kind: huggingface": lambda: classified(BERT)},
-    ),
-    Row(
-        "the run has no tokenizer; name one with data.tokenizer",
-        lambda: anew(f"data={{{tokens()}}}", "evaluations.samples.prompts=[once]", "training.validate_every=2"),
-        {
-            "name one with data.tokenizer": lambda: anew(
-                f"data={{{tokens()}, tokenizer: of-tokens}}",
-                "evaluations.samples.prompts=[once]",
-                "training.validate_every=2",
-            )
-        },
-        result=2,
-    ),
-    Tested(
-        "train and export the teacher first",
-        "tests/jobs/test_jobs.py::test_a_student_learns_from_a_frozen_teacher_both_sharded",
-        {"train and export the teacher first": 'folder = export_run(teacher.folder, teacher.folder / "export")'},
-    ),
-    Row(
-        "{} is not writable",
-        lambda: written_to(0o500),
-        {
-            "correct its mode": lambda: written_to(0o700),
-            "choose another folder": lambda: written_to(0o500, output="open/run"),
-        },
-    ),
-    Row(
-        "{} has no vocab_size, and the model takes its vocabulary from the data",
-        lambda: rows_of(None),
-        {"write model.vocab_size": lambda: rows_of(64)},
-        result=64,
-    ),
-    Row(
-        "{}: {} has no sample",
-        lambda: anew(f"data={{{tokens_of(1)}}}"),
-        {"give it more text": lambda: anew(f"data={{{tokens_of(400)}}}")},
-        result=2,
-    ),
-    Row(
-        "the epochs of the sources in data.mix give {} steps",
-        lambda: sources(("text", ", epochs: 1"), steps=40, text=TEXT),
-        {
-            "lower it": lambda: sources(("text", ", epochs: 1"), steps=20) + 20,
-            "raise their epochs": lambda: sources(("text", ", epochs: 2"), steps=40),
-        },
-        result=40,
-    ),
-    Row(
-        "checkpoint.resume is never, but {} holds step {}",
-        lambda: anew() and trained("checkpoint.resume=never"),
-        {
-            "choose another output, delete it": lambda: [
-                trained("checkpoint.resume=never", "output=other"),
-                shutil.rmtree("runs/job/checkpoints") or trained("checkpoint.resume=never"),
-            ],
-            "set resume: auto": lambda: [anew(), trained("checkpoint.resume=auto", "training.steps=3") - 1],
-        },
-        result=[2, 2],
-    ),
-    Row(
-        "{}: the checkpoint {} was saved with other data",
-        lambda: changed(restored=False),
-        {"restore the files and settings that changed": lambda: changed(restored=True)},
-        result=3,
-    ),
-    Tested(
-        "to keep it, set data.micro_batch={} data.accumulate={}",
-        "tests/jobs/test_main_job.py::test_a_resume_with_other_data_or_another_batch_says_so",
-        {"to keep it, set data.micro_batch={} data.accumulate={}": '"data.micro_batch=2", "data.accumulate=4"'},
-    ),
-    Row(
-        "{} contains a model without adapters",
-        lambda: lora_from(None),
-        {"export it (`meshpar export`) and set model.weights": lambda: lora_from("hf")},
-        result=2,
-    ),
-    Row(
-        "{} contains only a model, so the run would begin at step 0",
-        lambda: begun(7),
-        {
-            "import it as step 0": lambda: begun(0),
-            "into another folder and set checkpoint.resume": lambda: begun(7, "checkpoint.resume=other", to="other"),
-        },
-        result=2,
-    ),
-    Row(
-        "checkpoint.resume: {} holds no committed step",
-        lambda: anew("checkpoint.resume=.", "output=runs/elsewhere"),
-        {
-            "give a step's folder or a run's folder": lambda: [
-                trained("output=first"),
-                trained("checkpoint.resume=first", "training.steps=3", "output=runs/a"),
-                trained("checkpoint.resume=first/checkpoints/step-00000002", "training.steps=4", "output=runs/b"),
-            ]
-        },
-        result=[2, 3, 4],
-    ),
-    Row(
-        "are done already, after step {}",
-        lambda: anew() and training_output(),
-        {"raise training.{} to continue": lambda: trained("training.steps=3")},
-        result=3,
-    ),
-    Row(
-        "config: transformers has no such field of {}",
-        lambda: config(", num_layerz: 3"),
-        {"correct its name": lambda: config(", num_hidden_layers: 3"), "leave it out": lambda: config("")},
-    ),
-    Tested(
-        "the script has no handler for it",
-        "tests/jobs/test_run.py::test_a_script_that_does_not_listen_is_no_job_that_stopped_in_time",
-        {"set one by signal.signal(signal.SIGUSR1, ...)": "signal.signal(signal.SIGUSR1, save)"},
-    ),
+    Row("are done already, after step {}", result=3)
+    .refuses(lambda: anew() and training_output())
+    .helps("raise training.{} to continue", lambda: trained("training.steps=3")),
+    Row("config: transformers has no such field of {}")
+    .refuses(lambda: config(", num_layerz: 3"))
+    .helps("correct its name", lambda: config(", num_hidden_layers: 3"))
+    .helps("leave it out", lambda: config("")),
+    Tested("the script has no handler for it")
+    .by("tests/jobs/test_run.py::test_a_script_that_does_not_listen_is_no_job_that_stopped_in_time")
+    .helps("set one by signal.signal(signal.SIGUSR1, ...)", "signal.signal(signal.SIGUSR1, save)"),
 ]
 
 

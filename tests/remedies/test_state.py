@@ -234,185 +234,115 @@ def built(seed=None):
 
 
 ROWS = [
+    Tested("TensorParallel has nothing to do")
+    .by("tests/passes/test_traps.py::test_a_model_of_peft_under_tp_names_add_adapters")
+    .helps("for LoRA meshpar.training.add_adapters(model, LoRA(...))", "add_adapters(model, LoRA("),
+    Tested("iterate over par.accumulate(micro_batches)")
+    .by("tests/passes/test_traps.py::test_no_sync_names_accumulate_which_is_exact")
+    .helps("iterate over par.accumulate(micro_batches)", "par.accumulate)"),
+    Tested("call it before plan.apply")
+    .by("tests/passes/test_traps.py::test_a_vocabulary_is_resized_before_apply")
+    .helps("call it before plan.apply", "model.resize_token_embeddings(longer)"),
+    Tested("save_pretrained does not support shards")
+    .by("tests/passes/test_traps.py::test_save_pretrained_takes_a_whole_state_on_every_mesh")
+    .helps("hand in whole tensors", "state_dict=par.state_dict(full=True))"),
+    Tested("inside of par.offloaded(), where its parameters have no memory; call it after the block")
+    .by("tests/state/test_offloading.py::test_what_would_use_lent_memory_is_refused")
+    .helps("call it after the block", "CheckpointManager(tmp_path).save(1, par, optimizer)"),
+    Tested("after par.offloaded() had failed to take memory back")
+    .by("tests/state/test_offloading.py::test_a_return_that_fails_keeps_the_only_copy_and_can_be_tried_again")
+    .helps("free the device's memory, then run `with par.offloaded(): pass`", "with par.offloaded():"),
     Tested(
-        "TensorParallel has nothing to do",
-        "tests/passes/test_traps.py::test_a_model_of_peft_under_tp_names_add_adapters",
-        {"for LoRA meshpar.training.add_adapters(model, LoRA(...))": "add_adapters(model, LoRA("},
-    ),
-    Tested(
-        "iterate over par.accumulate(micro_batches)",
-        "tests/passes/test_traps.py::test_no_sync_names_accumulate_which_is_exact",
-        {"iterate over par.accumulate(micro_batches)": "par.accumulate)"},
-    ),
-    Tested(
-        "call it before plan.apply",
-        "tests/passes/test_traps.py::test_a_vocabulary_is_resized_before_apply",
-        {"call it before plan.apply": "model.resize_token_embeddings(longer)"},
-    ),
-    Tested(
-        "save_pretrained does not support shards",
-        "tests/passes/test_traps.py::test_save_pretrained_takes_a_whole_state_on_every_mesh",
-        {"hand in whole tensors": "state_dict=par.state_dict(full=True))"},
-    ),
-    Tested(
-        "inside of par.offloaded(), where its parameters have no memory; call it after the block",
-        "tests/state/test_offloading.py::test_what_would_use_lent_memory_is_refused",
-        {"call it after the block": "CheckpointManager(tmp_path).save(1, par, optimizer)"},
-    ),
-    Tested(
-        "after par.offloaded() had failed to take memory back",
-        "tests/state/test_offloading.py::test_a_return_that_fails_keeps_the_only_copy_and_can_be_tried_again",
-        {"free the device's memory, then run `with par.offloaded(): pass`": "with par.offloaded():"},
-    ),
-    Tested(
-        "par.offloaded() cannot take its memory back, and {} bytes stay in host memory ({}); free the device's memory",
-        "tests/state/test_offloading.py::test_a_return_that_fails_keeps_the_only_copy_and_can_be_tried_again",
-        {"free the device's memory, then run `with par.offloaded(): pass`": "with par.offloaded():"},
-    ),
+        "par.offloaded() cannot take its memory back, and {} bytes stay in host memory ({}); free the device's memory"
+    )
+    .by("tests/state/test_offloading.py::test_a_return_that_fails_keeps_the_only_copy_and_can_be_tried_again")
+    .helps("free the device's memory, then run `with par.offloaded(): pass`", "with par.offloaded():"),
     # Averages
-    Row(
-        "an average got decay={} and power={}; pass one",
-        lambda: applied().averaged(0.9, power=1.0),
-        {"pass one of them": lambda: [applied().averaged(0.9).updates, applied().averaged(power=1.0).updates]},
-        result=[0, 0],
-    ),
+    Row("an average got decay={} and power={}; pass one", result=[0, 0])
+    .refuses(lambda: applied().averaged(0.9, power=1.0))
+    .helps("pass one of them", lambda: [applied().averaged(0.9).updates, applied().averaged(power=1.0).updates]),
     Row(
         "has no values yet; call par.materialize(seed=...) or (weights=...) before averaging",
-        averaged_of_meta,
-        {
-            "call par.materialize(seed=...) or (weights=...)": lambda: [
-                *averaged_of_meta(seed=0),
-                *averaged_of_meta(weights=Stored(torch.float32)),
-            ]
-        },
         result=["weight", "weight"],
+    )
+    .refuses(averaged_of_meta)
+    .helps(
+        "call par.materialize(seed=...) or (weights=...)",
+        lambda: [*averaged_of_meta(seed=0), *averaged_of_meta(weights=Stored(torch.float32))],
     ),
-    Row(
-        "{} was changed inside of swapped(), and the change is lost",
-        lambda: within(lambda par, _: grown(par)),
-        {"train after the block": lambda: grown(within(lambda par, _: par.module(ONES))[0])},
-        result=2 * ONES,
-    ),
-    Row(
-        "was called inside of swapped(), where the module holds",
-        lambda: within(lambda _, average: average.update()),
-        {"call it after the with block": lambda: within(lambda *_: None)[1].update()},
-        result=None,
-    ),
+    Row("{} was changed inside of swapped(), and the change is lost", result=2 * ONES)
+    .refuses(lambda: within(lambda par, _: grown(par)))
+    .helps("train after the block", lambda: grown(within(lambda par, _: par.module(ONES))[0])),
+    Row("was called inside of swapped(), where the module holds", result=None)
+    .refuses(lambda: within(lambda _, average: average.update()))
+    .helps("call it after the with block", lambda: within(lambda *_: None)[1].update()),
     # Copies
-    Row(
-        "a parallel module cannot be copied",
-        lambda: [copy.deepcopy(sharded().module)],
-        {"for averaged weights use par.averaged(decay), for a second model": copied},
-        result=[ONES, 2 * ONES, ONES],
-        ranks=2,
-    ),
-    Row(
-        "this rank's shards, and pickling it",
-        pickled,
-        {
-            "use meshpar.checkpoints.CheckpointManager": saved_by_a_manager,
-            "save par.state_dict(full=True) of the module from rank 0": saved_whole,
-        },
-        result=lambda: trained()[1].norm.weight,
-        ranks=2,
-    ),
-    Row(
-        "{}'s {} has the shape {}; expected {}, which is the parameter's",
-        loaded_parts,
-        {
-            "load whole tensors, as one process's optimizer.state_dict() has them": loaded_whole,
-            "restore the optimizer by meshpar.checkpoints.CheckpointManager": loaded_by_a_manager,
-        },
-        result=lambda: moment(stepped()[2]),
-        ranks=2,
-    ),
-    Row(
-        "save_pretrained does not support shards",
-        lambda: pretrained(by_step=False),
-        {"use meshpar.checkpoints: CheckpointManager(...).save": lambda: pretrained(by_step=True)},
-        result=lambda: huggingface("Llama").model.norm.weight,
-        ranks=2,
-    ),
+    Row("a parallel module cannot be copied", result=[ONES, 2 * ONES, ONES], ranks=2)
+    .refuses(lambda: [copy.deepcopy(sharded().module)])
+    .helps("for averaged weights use par.averaged(decay), for a second model", copied),
+    Row("this rank's shards, and pickling it", result=lambda: trained()[1].norm.weight, ranks=2)
+    .refuses(pickled)
+    .helps("use meshpar.checkpoints.CheckpointManager", saved_by_a_manager)
+    .helps("save par.state_dict(full=True) of the module from rank 0", saved_whole),
+    Row("{}'s {} has the shape {}; expected {}, which is the parameter's", result=lambda: moment(stepped()[2]), ranks=2)
+    .refuses(loaded_parts)
+    .helps("load whole tensors, as one process's optimizer.state_dict() has them", loaded_whole)
+    .helps("restore the optimizer by meshpar.checkpoints.CheckpointManager", loaded_by_a_manager),
+    Row("save_pretrained does not support shards", result=lambda: huggingface("Llama").model.norm.weight, ranks=2)
+    .refuses(lambda: pretrained(by_step=False))
+    .helps("use meshpar.checkpoints: CheckpointManager(...).save", lambda: pretrained(by_step=True)),
     # Numbers and gradients
-    Row(
-        "a DTensor whose ranks hold parts of it was read as a number",
-        lambda: number(lambda par, module: module.norm.weight.sum().item(), *SHARDED),
-        {
-            "use par.whole(tensor).item() on every rank": lambda: ratio(
-                lambda par, module: par.whole(module.head.weight.sum()).item(),
-                lambda _, module: module.head.weight.sum().item(),
-            ),
-            "par.clip_grad_norm_(float('inf')) for the norm of all gradients": lambda: ratio(
-                lambda par, _: float(par.clip_grad_norm_(float("inf"))), lambda _, module: norm_of_all(module)
-            ),
-        },
-        result=1.0,
-        ranks=2,
+    Row("a DTensor whose ranks hold parts of it was read as a number", result=1.0, ranks=2)
+    .refuses(lambda: number(lambda par, module: module.norm.weight.sum().item(), *SHARDED))
+    .helps(
+        "use par.whole(tensor).item() on every rank",
+        lambda: ratio(
+            lambda par, module: par.whole(module.head.weight.sum()).item(),
+            lambda _, module: module.head.weight.sum().item(),
+        ),
+    )
+    .helps(
+        "par.clip_grad_norm_(float('inf')) for the norm of all gradients",
+        lambda: ratio(lambda par, _: float(par.clip_grad_norm_(float("inf"))), lambda _, module: norm_of_all(module)),
     ),
     Row(
         "DistributedDataParallel would average what the plan has averaged",
-        lambda: DistributedDataParallel(trained(*SHARDED)[1]),
-        {"call par.module without it": lambda: float(loss_of(trained(*SHARDED)[0].module))},
         result=lambda: float(loss_of(trained()[1])),
         ranks=2,
-    ),
-    Row(
-        "find no gradients of parameters that data ranks share",
-        lambda: gradient(by_autograd, *SHARDED),
-        {
-            "use loss.backward() and read parameter.grad": lambda: gradient(by_backward, *SHARDED),
-            "a mesh of tensor parallelism alone": lambda: gradient(by_autograd, *SPLIT),
-        },
-        result=lambda: gradient(by_autograd),
-        ranks=2,
-    ),
-    Tested(
-        "gradients on several meshes",
+    )
+    .refuses(lambda: DistributedDataParallel(trained(*SHARDED)[1]))
+    .helps("call par.module without it", lambda: float(loss_of(trained(*SHARDED)[0].module))),
+    Row("find no gradients of parameters that data ranks share", result=lambda: gradient(by_autograd), ranks=2)
+    .refuses(lambda: gradient(by_autograd, *SHARDED))
+    .helps("use loss.backward() and read parameter.grad", lambda: gradient(by_backward, *SHARDED))
+    .helps("a mesh of tensor parallelism alone", lambda: gradient(by_autograd, *SPLIT)),
+    Tested("gradients on several meshes")
+    .by(
         "tests/passes/experts/test_parallel.py::"
-        "test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_all_ranks",
-        {"call par.clip_grad_norm_(max_norm), which clips by one norm": "par.clip_grad_norm_(1.0)"},
-    ),
+        "test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_all_ranks"
+    )
+    .helps("call par.clip_grad_norm_(max_norm), which clips by one norm", "par.clip_grad_norm_(1.0)"),
     # Initial values
-    Row(
-        "call torch.manual_seed(0) on every rank before building the module",
-        lambda: built(dist.get_rank()),
-        {
-            "call torch.manual_seed(0) on every rank": lambda: built(0),
-            'build it under torch.device("meta") and call par.materialize(seed=0)': built,
-        },
-        result=2,
-        ranks=2,
-    ),
-    Tested(
-        "are one tensor in this model and differ in these weights",
-        "tests/state/test_initialize.py::test_a_tied_tensor_may_come_under_each_of_its_names_but_with_one_value",
-        {
-            "build the model untied": "replace(QWEN3, tied=False)",
-            "choose one: ignore=[...] leaves the other unread": 'ignore=["lm_head"]',
-        },
-    ),
-    Row(
-        "whose values may need scales that are stored beside them",
-        lambda: read(torch.float8_e4m3fn),
-        {
-            "give weights in a wider floating-point dtype": lambda: read(torch.bfloat16),
-            "cast=True to take the bare values": lambda: read(torch.float8_e4m3fn, cast=True),
-        },
-        result=ONES,
-    ),
-    Row(
-        "{} ({}) has no initialisation for",
-        lambda: table(lambda: on_meta(lambda: Rotating(resets=False))),
-        {
-            "give the class a reset_parameters() that fills them": lambda: table(lambda: on_meta(Rotating)),
-            "pass ModelLayout(init=...)": lambda: table(
-                lambda: on_meta(lambda: Rotating(resets=False)), ModelLayout(init=fill)
-            ),
-            "build the model with weights instead of on meta": lambda: table(lambda: Rotating(resets=False)),
-        },
-        result=torch.arange(4.0),
-    ),
+    Row("call torch.manual_seed(0) on every rank before building the module", result=2, ranks=2)
+    .refuses(lambda: built(dist.get_rank()))
+    .helps("call torch.manual_seed(0) on every rank", lambda: built(0))
+    .helps('build it under torch.device("meta") and call par.materialize(seed=0)', built),
+    Tested("are one tensor in this model and differ in these weights")
+    .by("tests/state/test_initialize.py::test_a_tied_tensor_may_come_under_each_of_its_names_but_with_one_value")
+    .helps("build the model untied", "replace(QWEN3, tied=False)")
+    .helps("choose one: ignore=[...] leaves the other unread", 'ignore=["lm_head"]'),
+    Row("whose values may need scales that are stored beside them", result=ONES)
+    .refuses(lambda: read(torch.float8_e4m3fn))
+    .helps("give weights in a wider floating-point dtype", lambda: read(torch.bfloat16))
+    .helps("cast=True to take the bare values", lambda: read(torch.float8_e4m3fn, cast=True)),
+    Row("{} ({}) has no initialisation for", result=torch.arange(4.0))
+    .refuses(lambda: table(lambda: on_meta(lambda: Rotating(resets=False))))
+    .helps("give the class a reset_parameters() that fills them", lambda: table(lambda: on_meta(Rotating)))
+    .helps(
+        "pass ModelLayout(init=...)",
+        lambda: table(lambda: on_meta(lambda: Rotating(resets=False)), ModelLayout(init=fill)),
+    )
+    .helps("build the model with weights instead of on meta", lambda: table(lambda: Rotating(resets=False))),
 ]
 
 

@@ -252,179 +252,98 @@ def classified(mesh, passes, objective):
 
 
 ROWS = [
-    Row(
-        "write data.documents: joined",
-        lambda: on_documents(Carried("recurrent")),
-        {
-            "write data.documents: joined": lambda: on_documents(Carried("recurrent"), documents="joined"),
-            "use a model whose attention follows position_ids": lambda: on_documents(transformer()),
-        },
-        result=2,
+    Row("write data.documents: joined", result=2)
+    .refuses(lambda: on_documents(Carried("recurrent")))
+    .helps("write data.documents: joined", lambda: on_documents(Carried("recurrent"), documents="joined"))
+    .helps("use a model whose attention follows position_ids", lambda: on_documents(transformer())),
+    Row("or set TORCHFT_LIGHTHOUSE=http://HOST:PORT", result=2)
+    .refuses(lambda: replicas(""))
+    .helps("set TORCHFT_LIGHTHOUSE=http://HOST:PORT", with_lighthouse),
+    Row("balance_loss got no logits of routers with a gradient from the forward", result=routed)
+    .refuses(lambda: routed(early=True))
+    .helps("call loss() after each forward that trains", lambda: routed([ActivationCheckpoint()])),
+    Row("prompt {} has no token; give it at least one", result=greedy)
+    .refuses(lambda: generated("", [], [PROMPTS[0], []]))
+    .helps("give it at least one", lambda: generated("", [], [PROMPTS[0], [3]])),
+    Row("the optimizer holds parameters that the module no longer has", result=2)
+    .refuses(lambda: optimized(after=False))
+    .helps("build it after plan.apply and materialize", lambda: optimized(after=True)),
+    Row("lower the learning rate, or raise training.skip_spikes", result=60)
+    .refuses(lambda: str(steps(steps=60, lr=1e38, nonfinite="skip")))
+    .helps("lower the learning rate", lambda: steps(steps=60, lr=1e-2, nonfinite="skip")),
+    Row("{} steps in a row, up to step {}, had a gradient that is not finite, or a spike", result=80)
+    .refuses(lambda: str(steps(steps=80, objective=Spiked(*range(22, 81)), skip_spikes=10.0)))
+    .helps("raise training.skip_spikes", lambda: steps(steps=80, objective=Spiked(*range(22, 81)), skip_spikes=1e5)),
+    Row("the gradient norm of step {} is not finite, and the weights after it are worthless", result=6)
+    .refuses(lambda: steps(saved=after_two_steps(), lr=1e38))
+    .helps(
+        "resume from the last checkpoint with a lower learning rate or a longer warm-up",
+        lambda: steps(saved=after_two_steps(), lr=1e-2) and steps(saved=after_two_steps(), lr=1e38, warmup=10**40),
+    )
+    .helps("set training.nonfinite=skip to skip such steps", lambda: steps(saved=after_two_steps(), nonfinite="skip")),
+    Row("no label of the first {} steps counted (all are -100), so nothing was learned", result=2)
+    .refuses(lambda: unlabelled(torch.full((8,), -100)))
+    .helps("give data whose labels count", lambda: unlabelled(torch.arange(8))),
+    Row("lora.targets {} reach {}, expected linear layers", result=4)
+    .refuses(lambda: adapted(LoRA(targets=("q_proj", "gate_proj", "up_proj"))))
+    .helps(
+        "give lora.targets a list of names without it, and name packed weights in lora.parameters",
+        lambda: adapted(LoRA(targets=("q_proj",), parameters=("experts.gate_up_proj",))),
     ),
-    Row(
-        "or set TORCHFT_LIGHTHOUSE=http://HOST:PORT",
-        lambda: replicas(""),
-        {"set TORCHFT_LIGHTHOUSE=http://HOST:PORT": with_lighthouse},
-        result=2,
+    Row("adapters on {}, whose style is {}, cannot be split; leave it out of lora.targets", result=None)
+    .refuses(lambda: adapters_under_tp("q_proj", "lm_head"))
+    .helps("leave it out of lora.targets", lambda: adapters_under_tp("q_proj")),
+    Row("the teacher is not frozen: {}; call freeze(teacher) before plan.apply", result=4)
+    .refuses(lambda: distilled(huggingface("Qwen3"), huggingface("Qwen3")))
+    .helps(
+        "call freeze(teacher) before plan.apply",
+        lambda: distilled(huggingface("Qwen3"), Plan("", []).apply(freeze(huggingface("Qwen3"))).module),
     ),
-    Row(
-        "balance_loss got no logits of routers with a gradient from the forward",
-        lambda: routed(early=True),
-        {"call loss() after each forward that trains": lambda: routed([ActivationCheckpoint()])},
-        result=routed,
-    ),
-    Row(
-        "prompt {} has no token; give it at least one",
-        lambda: generated("", [], [PROMPTS[0], []]),
-        {"give it at least one": lambda: generated("", [], [PROMPTS[0], [3]])},
-        result=greedy,
-    ),
-    Row(
-        "the optimizer holds parameters that the module no longer has",
-        lambda: optimized(after=False),
-        {"build it after plan.apply and materialize": lambda: optimized(after=True)},
-        result=2,
-    ),
-    Row(
-        "lower the learning rate, or raise training.skip_spikes",
-        lambda: str(steps(steps=60, lr=1e38, nonfinite="skip")),
-        {"lower the learning rate": lambda: steps(steps=60, lr=1e-2, nonfinite="skip")},
-        result=60,
-    ),
-    Row(
-        "{} steps in a row, up to step {}, had a gradient that is not finite, or a spike",
-        lambda: str(steps(steps=80, objective=Spiked(*range(22, 81)), skip_spikes=10.0)),
-        {"raise training.skip_spikes": lambda: steps(steps=80, objective=Spiked(*range(22, 81)), skip_spikes=1e5)},
-        result=80,
-    ),
-    Row(
-        "the gradient norm of step {} is not finite, and the weights after it are worthless",
-        lambda: steps(saved=after_two_steps(), lr=1e38),
-        {
-            "resume from the last checkpoint with a lower learning rate or a longer warm-up": lambda: (
-                steps(saved=after_two_steps(), lr=1e-2) and steps(saved=after_two_steps(), lr=1e38, warmup=10**40)
-            ),
-            "set training.nonfinite=skip to skip such steps": lambda: steps(saved=after_two_steps(), nonfinite="skip"),
-        },
-        result=6,
-    ),
-    Row(
-        "no label of the first {} steps counted (all are -100), so nothing was learned",
-        lambda: unlabelled(torch.full((8,), -100)),
-        {"give data whose labels count": lambda: unlabelled(torch.arange(8))},
-        result=2,
-    ),
-    Row(
-        "lora.targets {} reach {}, expected linear layers",
-        lambda: adapted(LoRA(targets=("q_proj", "gate_proj", "up_proj"))),
-        {
-            "give lora.targets a list of names without it, and name packed weights in lora.parameters": lambda: adapted(
-                LoRA(targets=("q_proj",), parameters=("experts.gate_up_proj",))
-            )
-        },
-        result=4,
-    ),
-    Row(
-        "adapters on {}, whose style is {}, cannot be split; leave it out of lora.targets",
-        lambda: adapters_under_tp("q_proj", "lm_head"),
-        {"leave it out of lora.targets": lambda: adapters_under_tp("q_proj")},
-        result=None,
-    ),
-    Row(
-        "the teacher is not frozen: {}; call freeze(teacher) before plan.apply",
-        lambda: distilled(huggingface("Qwen3"), huggingface("Qwen3")),
-        {
-            "call freeze(teacher) before plan.apply": lambda: distilled(
-                huggingface("Qwen3"), Plan("", []).apply(freeze(huggingface("Qwen3"))).module
-            )
-        },
-        result=4,
-    ),
-    Row(
-        "the teacher's logits have shape {} and the student's {}; use one vocabulary",
-        lambda: distilled(Small()),
-        {"use one vocabulary": lambda: distilled(Small(VOCAB))},
-        result=4,
-    ),
-    Row(
-        "hidden_weight requires a model that returns hidden_states; {} does not",
-        lambda: distilled(Small(VOCAB), hidden_weight=1.0),
-        {"set hidden_weight to 0": lambda: distilled(Small(VOCAB), hidden_weight=0.0)},
-        result=4,
-    ),
-    Row(
-        "hidden states of student and teacher have shapes {}, at {} tokens",
-        lambda: distilled(huggingface("Qwen3", hidden_size=16), hidden_weight=1.0),
-        {"set it to 0": lambda: distilled(huggingface("Qwen3", hidden_size=16), hidden_weight=0.0)},
-        result=4,
-    ),
-    Row(
-        "layer_decay: the model's layout names no blocks",
-        lambda: rates(layer_decay=0.5),
-        {
-            "give ModelLayout(blocks=...)": lambda: rates(
-                Described(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), layer_decay=0.5
-            ),
-            "use rates": lambda: rates(factors={"first": 0.25, "second": 0.5}),
-        },
-        result=[0.25, 0.5],
-    ),
-    Row(
-        "it is a JSON array: write one object a line",
-        lambda: packed_table('[{"text": "a"}]'),
-        {"write one object a line": lambda: packed_table('{"text": "a"}\n')},
-        result=["a"],
-    ),
-    Row(
-        "W&B has no API key; run `wandb login`",
-        lambda: logged(None),
-        {"set mode: offline": lambda: logged("offline")},
-        result="offline",
-    ),
+    Row("the teacher's logits have shape {} and the student's {}; use one vocabulary", result=4)
+    .refuses(lambda: distilled(Small()))
+    .helps("use one vocabulary", lambda: distilled(Small(VOCAB))),
+    Row("hidden_weight requires a model that returns hidden_states; {} does not", result=4)
+    .refuses(lambda: distilled(Small(VOCAB), hidden_weight=1.0))
+    .helps("set hidden_weight to 0", lambda: distilled(Small(VOCAB), hidden_weight=0.0)),
+    Row("hidden states of student and teacher have shapes {}, at {} tokens", result=4)
+    .refuses(lambda: distilled(huggingface("Qwen3", hidden_size=16), hidden_weight=1.0))
+    .helps("set it to 0", lambda: distilled(huggingface("Qwen3", hidden_size=16), hidden_weight=0.0)),
+    Row("layer_decay: the model's layout names no blocks", result=[0.25, 0.5])
+    .refuses(lambda: rates(layer_decay=0.5))
+    .helps(
+        "give ModelLayout(blocks=...)",
+        lambda: rates(Described(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), layer_decay=0.5),
+    )
+    .helps("use rates", lambda: rates(factors={"first": 0.25, "second": 0.5})),
+    Row("it is a JSON array: write one object a line", result=["a"])
+    .refuses(lambda: packed_table('[{"text": "a"}]'))
+    .helps("write one object a line", lambda: packed_table('{"text": "a"}\n')),
+    Row("W&B has no API key; run `wandb login`", result="offline")
+    .refuses(lambda: logged(None))
+    .helps("set mode: offline", lambda: logged("offline")),
     # What ranks meet together
-    Loop(
-        "the step of {} on a whole tensor differs from its step on two parts of the tensor",
-        lambda: check_elementwise(lambda module: Normed(module.parameters(), lr=0.1)),
-        {
-            "use a rule for each element alone, torch.optim.Adafactor": lambda: shards_differ(
-                torch.optim.SGD, torch.optim.Adafactor
-            ),
-            "meshpar.optim (class: muon, small_adamw)": lambda: shards_differ(Muon, SmallAdamW),
-        },
-    ),
-    Row(
-        "generating and scoring need whole sequences and every layer on a rank",
-        lambda: generated("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]),
-        {"evaluate on a mesh without it": lambda: generated(*SHARDED)},
-        result=greedy,
-        ranks=2,
-    ),
-    Row(
-        "{} trains on {}, and its loss is not a sum over positions, but the plan splits positions",
-        lambda: classified("dp_shard=1,cp=2", [ContextParallel(), FullyShard()], SequenceClassification()),
-        {
-            "use CausalLM()": lambda: classified("dp_shard=1,cp=2", [ContextParallel(), FullyShard()], CausalLM()),
-            "a mesh without that axis": lambda: classified(*SHARDED, FirstLogits()),
-        },
-        result=1,
-        ranks=2,
-    ),
-    TwoRanks(
-        "balance_loss={} needs the logits of all routers on the rank of the loss, and the plan divides layers",
-        lambda: balanced(*PP, balance_loss=0.5),
-        {
-            "use balance_rate": lambda: balanced(*PP, balance_rate=0.5),
-            "a mesh without that axis": lambda: balanced("tp=2", [TensorParallel()], balance_loss=0.5),
-        },
-    ),
-    TwoRanks(
-        "scale_rates: embedding and head are tied over stages of pp",
-        lambda: same_rates(*PP, True),
-        {
-            "use a mesh without pp": lambda: same_rates(*SHARDED, True),
-            "a model whose weights are not tied": lambda: same_rates(*PP, False),
-        },
-    ),
+    Loop("the step of {} on a whole tensor differs from its step on two parts of the tensor")
+    .refuses(lambda: check_elementwise(lambda module: Normed(module.parameters(), lr=0.1)))
+    .helps(
+        "use a rule for each element alone, torch.optim.Adafactor",
+        lambda: shards_differ(torch.optim.SGD, torch.optim.Adafactor),
+    )
+    .helps("meshpar.optim (class: muon, small_adamw)", lambda: shards_differ(Muon, SmallAdamW)),
+    Row("generating and scoring need whole sequences and every layer on a rank", result=greedy, ranks=2)
+    .refuses(lambda: generated("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]))
+    .helps("evaluate on a mesh without it", lambda: generated(*SHARDED)),
+    Row("{} trains on {}, and its loss is not a sum over positions, but the plan splits positions", result=1, ranks=2)
+    .refuses(lambda: classified("dp_shard=1,cp=2", [ContextParallel(), FullyShard()], SequenceClassification()))
+    .helps("use CausalLM()", lambda: classified("dp_shard=1,cp=2", [ContextParallel(), FullyShard()], CausalLM()))
+    .helps("a mesh without that axis", lambda: classified(*SHARDED, FirstLogits())),
+    TwoRanks("balance_loss={} needs the logits of all routers on the rank of the loss, and the plan divides layers")
+    .refuses(lambda: balanced(*PP, balance_loss=0.5))
+    .helps("use balance_rate", lambda: balanced(*PP, balance_rate=0.5))
+    .helps("a mesh without that axis", lambda: balanced("tp=2", [TensorParallel()], balance_loss=0.5)),
+    TwoRanks("scale_rates: embedding and head are tied over stages of pp")
+    .refuses(lambda: same_rates(*PP, True))
+    .helps("use a mesh without pp", lambda: same_rates(*SHARDED, True))
+    .helps("a model whose weights are not tied", lambda: same_rates(*PP, False)),
 ]
 
 

@@ -226,598 +226,395 @@ def shared(plan, student):
 
 
 ROWS = [
-    Row(
-        "write one object a line with: python -c",
-        lambda: texts("array.json", '[{"text": "a"}]', suffixes=(".jsonl",)),
-        {"write one object a line with: python": printed_command},
-        result=["a"],
+    Row("write one object a line with: python -c", result=["a"])
+    .refuses(lambda: texts("array.json", '[{"text": "a"}]', suffixes=(".jsonl",)))
+    .helps("write one object a line with: python", printed_command),
+    Row("import json; [print(json.dumps(each))", result=["a"])
+    .refuses(lambda: texts("array.json", '[{"text": "a"}]', suffixes=(".jsonl",)))
+    .helps("import json", printed_command),
+    Row("{} is packed by zstd", result=["a"])
+    .refuses(lambda: packed_by_zstd(unpacked=False))
+    .helps("unpack it", lambda: packed_by_zstd(unpacked=True)),
+    Row("the data has no sample; give at least two tokens", result=1)
+    .refuses(lambda: Batches(packed(1), micro_batch=1))
+    .helps("give at least two tokens", lambda: len(Batches(packed(2, 1), micro_batch=1).samples)),
+    Row("grow: expected places of at least 1 and sizes that are multiples of {} x {} data ranks", result=[4, 4])
+    .refuses(lambda: Batches(packed(), micro_batch=2, data_size=2, grow={1: 6}))
+    .helps(
+        "use other sizes or a smaller micro_batch",
+        lambda: [
+            len(Batches(packed(), micro_batch=2, data_size=2, grow={1: 8}).samples),
+            len(Batches(packed(), micro_batch=1, data_size=2, grow={1: 6}).samples),
+        ],
     ),
-    Row(
-        "import json; [print(json.dumps(each))",
-        lambda: texts("array.json", '[{"text": "a"}]', suffixes=(".jsonl",)),
-        {"import json": printed_command},
-        result=["a"],
+    Row("the sources of the mix are used up after {} steps", result=6)
+    .refuses(lambda: str(mixed(1)))
+    .helps("raise their epochs", lambda: mixed(2)),
+    Row("the data is a mix of sources, and samples of lost replicas cannot return to its order")
+    .refuses(lambda: list(Batches(MixedSamples({"a": packed()}, [1], [None]), micro_batch=1).share_problems()))
+    .helps("train on one source", lambda: list(Batches(packed(), micro_batch=1).share_problems())),
+    Row("the batch grows, and replicas share steps of one size")
+    .refuses(lambda: list(Batches(packed(), micro_batch=1, grow={2: 2}).share_problems()))
+    .helps("leave data.grow out", lambda: list(Batches(packed(), micro_batch=1).share_problems())),
+    Row("workers={} read ahead, and which samples come next depends on the replicas")
+    .refuses(lambda: list(Batches(packed(), micro_batch=1, loader=LoaderSettings(workers=1)).share_problems()))
+    .helps(
+        "set workers=0",
+        lambda: list(Batches(packed(), micro_batch=1, loader=LoaderSettings(workers=0)).share_problems()),
     ),
-    Row(
-        "{} is packed by zstd",
-        lambda: packed_by_zstd(unpacked=False),
-        {"unpack it": lambda: packed_by_zstd(unpacked=True)},
-        result=["a"],
+    Row("the saved position is one in other data ({})", result=True)
+    .refuses(lambda: str(moved(seed=2)))
+    .helps("resume with the same text, tokenizer, sequence length and seed", moved),
+    Row("the optimizer {} cannot be tried on a few numbers, whole and as shards ({})", result=None)
+    .refuses(lambda: elementwise(torch.optim.SparseAdam))
+    .helps("use another, such as torch.optim.AdamW", lambda: elementwise(torch.optim.AdamW)),
+    Row("balance_rate={} moves a bias (E,) beside each router, and {} has {} for {} layers of experts")
+    .refuses(lambda: balanced(0.1, layout=EXPERTS))
+    .helps(
+        "use balance_loss, a model with such biases (TransformerConfig(shared_experts=1)",
+        lambda: [
+            *balanced(0.0, 0.1),
+            *balanced(0.1, layout=None, module=transformer(experts=4, qk_norm=True, shared_experts=1)),
+        ],
+    )
+    .helps("name them in ExpertsLayout(router_bias=...)", lambda: balanced(0.1, layout=BALANCED)),
+    Row("balance_rate={} needs biases of routers in float32, got {}")
+    .refuses(lambda: balanced(0.1, module=Routed(torch.bfloat16)))
+    .helps("keep them in float32", lambda: balanced(0.1, module=Routed(torch.float32))),
+    Row("balance_rate={} changes biases of frozen experts, as with adapters")
+    .refuses(lambda: balanced(0.1, module=Routed().requires_grad_(False)))
+    .helps("set it to 0", lambda: balanced(0.0, module=Routed().requires_grad_(False))),
+    Row("balance_loss={} needs the logits of each router, and the layout of {} names {} routers")
+    .refuses(lambda: balanced(0.0, 0.1, EXPERTS))
+    .helps("name the modules that return them in ExpertsLayout(routers=...)", lambda: balanced(0.0, 0.1))
+    .helps("set balance_loss to 0", lambda: balanced(0.0, 0.0, EXPERTS)),
+    Row("the student's mesh splits positions over {}, which the teacher would see as whole texts")
+    .refuses(
+        lambda: shared(Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]))
+    )
+    .helps(
+        "leave the axis out", lambda: shared(Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=4", [FullyShard()]))
     ),
-    Row(
-        "the data has no sample; give at least two tokens",
-        lambda: Batches(packed(1), micro_batch=1),
-        {"give at least two tokens": lambda: len(Batches(packed(2, 1), micro_batch=1).samples)},
-        result=1,
+    Row("the teacher's mesh {} lets ranks {} work on one batch, but the student's mesh {} gives them {} different ones")
+    .refuses(
+        lambda: shared(Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]), Plan("dp_shard=4", [FullyShard()]))
+    )
+    .helps(
+        "shard the teacher over data axes (dp_shard)",
+        lambda: shared(Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=4", [FullyShard()])),
+    )
+    .helps(
+        "give the student the same tp", lambda: shared(*[Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()])] * 2)
     ),
-    Row(
-        "grow: expected places of at least 1 and sizes that are multiples of {} x {} data ranks",
-        lambda: Batches(packed(), micro_batch=2, data_size=2, grow={1: 6}),
-        {
-            "use other sizes or a smaller micro_batch": lambda: [
-                len(Batches(packed(), micro_batch=2, data_size=2, grow={1: 8}).samples),
-                len(Batches(packed(), micro_batch=1, data_size=2, grow={1: 6}).samples),
-            ]
-        },
-        result=[4, 4],
+    Row("set the length of the training", result=[2, 2, 2])
+    .refuses(lambda: TrainSettings())
+    .helps(
+        "set the length of the training: steps=, epochs= or both",
+        lambda: [TrainSettings(steps=2).steps, TrainSettings(epochs=2).epochs, TrainSettings(steps=2, epochs=1).steps],
     ),
-    Row(
-        "the sources of the mix are used up after {} steps",
-        lambda: str(mixed(1)),
-        {"raise their epochs": lambda: mixed(2)},
-        result=6,
-    ),
-    Row(
-        "the data is a mix of sources, and samples of lost replicas cannot return to its order",
-        lambda: list(Batches(MixedSamples({"a": packed()}, [1], [None]), micro_batch=1).share_problems()),
-        {"train on one source": lambda: list(Batches(packed(), micro_batch=1).share_problems())},
-    ),
-    Row(
-        "the batch grows, and replicas share steps of one size",
-        lambda: list(Batches(packed(), micro_batch=1, grow={2: 2}).share_problems()),
-        {"leave data.grow out": lambda: list(Batches(packed(), micro_batch=1).share_problems())},
-    ),
-    Row(
-        "workers={} read ahead, and which samples come next depends on the replicas",
-        lambda: list(Batches(packed(), micro_batch=1, loader=LoaderSettings(workers=1)).share_problems()),
-        {
-            "set workers=0": lambda: list(
-                Batches(packed(), micro_batch=1, loader=LoaderSettings(workers=0)).share_problems()
-            )
-        },
-    ),
-    Row(
-        "the saved position is one in other data ({})",
-        lambda: str(moved(seed=2)),
-        {"resume with the same text, tokenizer, sequence length and seed": moved},
-        result=True,
-    ),
-    Row(
-        "the optimizer {} cannot be tried on a few numbers, whole and as shards ({})",
-        lambda: elementwise(torch.optim.SparseAdam),
-        {"use another, such as torch.optim.AdamW": lambda: elementwise(torch.optim.AdamW)},
-        result=None,
-    ),
-    Row(
-        "balance_rate={} moves a bias (E,) beside each router, and {} has {} for {} layers of experts",
-        lambda: balanced(0.1, layout=EXPERTS),
-        {
-            "use balance_loss, a model with such biases (TransformerConfig(shared_experts=1)": lambda: [
-                *balanced(0.0, 0.1),
-                *balanced(0.1, layout=None, module=transformer(experts=4, qk_norm=True, shared_experts=1)),
-            ],
-            "name them in ExpertsLayout(router_bias=...)": lambda: balanced(0.1, layout=BALANCED),
-        },
-    ),
-    Row(
-        "balance_rate={} needs biases of routers in float32, got {}",
-        lambda: balanced(0.1, module=Routed(torch.bfloat16)),
-        {"keep them in float32": lambda: balanced(0.1, module=Routed(torch.float32))},
-    ),
-    Row(
-        "balance_rate={} changes biases of frozen experts, as with adapters",
-        lambda: balanced(0.1, module=Routed().requires_grad_(False)),
-        {"set it to 0": lambda: balanced(0.0, module=Routed().requires_grad_(False))},
-    ),
-    Row(
-        "balance_loss={} needs the logits of each router, and the layout of {} names {} routers",
-        lambda: balanced(0.0, 0.1, EXPERTS),
-        {
-            "name the modules that return them in ExpertsLayout(routers=...)": lambda: balanced(0.0, 0.1),
-            "set balance_loss to 0": lambda: balanced(0.0, 0.0, EXPERTS),
-        },
-    ),
-    Row(
-        "the student's mesh splits positions over {}, which the teacher would see as whole texts",
-        lambda: shared(Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=2,cp=2", [ContextParallel(), FullyShard()])),
-        {"leave the axis out": lambda: shared(Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=4", [FullyShard()]))},
-    ),
-    Row(
-        "the teacher's mesh {} lets ranks {} work on one batch, but the student's mesh {} gives them {} different ones",
-        lambda: shared(Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]), Plan("dp_shard=4", [FullyShard()])),
-        {
-            "shard the teacher over data axes (dp_shard)": lambda: shared(
-                Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=4", [FullyShard()])
-            ),
-            "give the student the same tp": lambda: shared(
-                *[Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()])] * 2
-            ),
-        },
-    ),
-    Row(
-        "set the length of the training",
-        lambda: TrainSettings(),
-        {
-            "set the length of the training: steps=, epochs= or both": lambda: [
-                TrainSettings(steps=2).steps,
-                TrainSettings(epochs=2).epochs,
-                TrainSettings(steps=2, epochs=1).steps,
-            ]
-        },
-        result=[2, 2, 2],
-    ),
-    Row(
-        "the prompt {} has no token",
-        lambda: Samples(byte_tokenizer(), prompts=["a", ""]),
-        {"give each prompt a text": lambda: len(Samples(byte_tokenizer(), prompts=["a", "b"]).prompts)},
-        result=2,
-    ),
-    Row(
-        "tokenizer 'bpe' is trained on text, and the input is tokens",
-        lambda: prepare_tokenizer("bpe", [], Path(scratch().name) / "cache"),
-        {
-            "give the tokenizer's folder instead": lambda: (
-                prepare_tokenizer(str(bpe("given")), [], Path(scratch().name) / "cache").vocab_size
-            )
-        },
-        result=258,
+    Row("the prompt {} has no token", result=2)
+    .refuses(lambda: Samples(byte_tokenizer(), prompts=["a", ""]))
+    .helps("give each prompt a text", lambda: len(Samples(byte_tokenizer(), prompts=["a", "b"]).prompts)),
+    Row("tokenizer 'bpe' is trained on text, and the input is tokens", result=258)
+    .refuses(lambda: prepare_tokenizer("bpe", [], Path(scratch().name) / "cache"))
+    .helps(
+        "give the tokenizer's folder instead",
+        lambda: prepare_tokenizer(str(bpe("given")), [], Path(scratch().name) / "cache").vocab_size,
     ),
     Row(
         "there are {}; expected messages, conversations, prompt and completion, or instruction and output",
-        lambda: labels({"ask": "Q", "reply": "A"}),
-        {
-            "name them so": lambda: labels(
-                GOOD,
-                {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
-                {"prompt": "Q", "completion": "A"},
-                {"instruction": "Q", "output": "A"},
-            )
-        },
         result=[1] * 4,
+    )
+    .refuses(lambda: labels({"ask": "Q", "reply": "A"}))
+    .helps(
+        "name them so",
+        lambda: labels(
+            GOOD,
+            {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+            {"prompt": "Q", "completion": "A"},
+            {"instruction": "Q", "output": "A"},
+        ),
     ),
-    Row(
-        "{} is beside {}, where no template reads it",
-        lambda: labels({"prompt": "Q", "completion": "A", "thinking": "T"}),
-        {
-            "write it into a turn of the assistant (in messages)": lambda: labels(
-                {"messages": [ASKED, SAID | {"thinking": "T"}]}, template=ChatTemplate(text=THINKS)
-            ),
-            "remove it": lambda: labels({"prompt": "Q", "completion": "A"}),
-        },
-        result=[1],
+    Row("{} is beside {}, where no template reads it", result=[1])
+    .refuses(lambda: labels({"prompt": "Q", "completion": "A", "thinking": "T"}))
+    .helps(
+        "write it into a turn of the assistant (in messages)",
+        lambda: labels({"messages": [ASKED, SAID | {"thinking": "T"}]}, template=ChatTemplate(text=THINKS)),
+    )
+    .helps("remove it", lambda: labels({"prompt": "Q", "completion": "A"})),
+    Row("turn 1 is the system's, and there is also a system key", result=[1, 1])
+    .refuses(lambda: labels({"messages": [SYSTEM, ASKED, SAID], "system": "S"}))
+    .helps(
+        "keep one of the two",
+        lambda: labels({"messages": [SYSTEM, ASKED, SAID]}, {"messages": [ASKED, SAID], "system": "S"}),
     ),
-    Row(
-        "turn 1 is the system's, and there is also a system key",
-        lambda: labels({"messages": [SYSTEM, ASKED, SAID], "system": "S"}),
-        {
-            "keep one of the two": lambda: labels(
-                {"messages": [SYSTEM, ASKED, SAID]}, {"messages": [ASKED, SAID], "system": "S"}
-            )
-        },
-        result=[1, 1],
+    Row("the conversation is empty; expected at least one turn of the assistant", result=[1])
+    .refuses(lambda: labels(GOOD, {"messages": []}))
+    .helps("remove the line", lambda: labels(GOOD))
+    .helps("write its turns", lambda: labels({"messages": [ASKED, SAID]})),
+    Row("no turn is the assistant's (roles: {}), so nothing is learned from it", result=[1])
+    .refuses(lambda: labels(GOOD, {"messages": [ASKED, SAID | {"role": "narrator"}]}))
+    .helps("remove the line", lambda: labels(GOOD))
+    .helps("name the assistant's turns role: assistant", lambda: labels({"messages": [ASKED, SAID]})),
+    Row("turn {} has no role; it has {}", result=[1, 1])
+    .refuses(lambda: labels({"messages": [{"content": "Q"}, SAID]}))
+    .helps(
+        "add role (or ShareGPT's from): user, assistant, system or tool",
+        lambda: labels(
+            {"messages": [SYSTEM, ASKED, SAID, {"role": "tool", "content": "4"}]},
+            {"messages": [{"from": "user", "content": "Q"}, SAID]},
+        ),
     ),
-    Row(
-        "the conversation is empty; expected at least one turn of the assistant",
-        lambda: labels(GOOD, {"messages": []}),
-        {"remove the line": lambda: labels(GOOD), "write its turns": lambda: labels({"messages": [ASKED, SAID]})},
-        result=[1],
+    Row("turn {} has role {}; write {}", result=[1])
+    .refuses(lambda: labels({"messages": [ASKED, SAID | {"role": "assitant"}]}))
+    .helps("write {}", lambda: labels({"messages": [ASKED, SAID]}))
+    .helps(
+        "a role of the template that is spelled otherwise",
+        lambda: labels({"messages": [ASKED, SAID, ASKED | {"role": "narrator"}]}),
     ),
-    Row(
-        "no turn is the assistant's (roles: {}), so nothing is learned from it",
-        lambda: labels(GOOD, {"messages": [ASKED, SAID | {"role": "narrator"}]}),
-        {
-            "remove the line": lambda: labels(GOOD),
-            "name the assistant's turns role: assistant": lambda: labels({"messages": [ASKED, SAID]}),
-        },
-        result=[1],
-    ),
-    Row(
-        "turn {} has no role; it has {}",
-        lambda: labels({"messages": [{"content": "Q"}, SAID]}),
-        {
-            "add role (or ShareGPT's from): user, assistant, system or tool": lambda: labels(
-                {"messages": [SYSTEM, ASKED, SAID, {"role": "tool", "content": "4"}]},
-                {"messages": [{"from": "user", "content": "Q"}, SAID]},
-            )
-        },
-        result=[1, 1],
-    ),
-    Row(
-        "turn {} has role {}; write {}",
-        lambda: labels({"messages": [ASKED, SAID | {"role": "assitant"}]}),
-        {
-            "write {}": lambda: labels({"messages": [ASKED, SAID]}),
-            "a role of the template that is spelled otherwise": lambda: labels(
-                {"messages": [ASKED, SAID, ASKED | {"role": "narrator"}]}
-            ),
-        },
-        result=[1],
-    ),
-    Row(
-        "turn {} ({}) has no content; it has {}",
-        lambda: labels({"messages": [ASKED, {"role": "assistant"}]}),
-        {
-            "add content (or ShareGPT's value)": lambda: labels(
-                {"messages": [ASKED, SAID]}, {"messages": [ASKED, {"role": "assistant", "value": "A"}]}
-            ),
-            "tool_calls": lambda: labels(*[{"messages": [ASKED, CALL]}] * 2),
-        },
-        result=[1, 1],
-    ),
-    Row(
-        "turn {} ({}) has the part {}; expected text, or parts of type text",
+    Row("turn {} ({}) has no content; it has {}", result=[1, 1])
+    .refuses(lambda: labels({"messages": [ASKED, {"role": "assistant"}]}))
+    .helps(
+        "add content (or ShareGPT's value)",
+        lambda: labels({"messages": [ASKED, SAID]}, {"messages": [ASKED, {"role": "assistant", "value": "A"}]}),
+    )
+    .helps("tool_calls", lambda: labels(*[{"messages": [ASKED, CALL]}] * 2)),
+    Row("turn {} ({}) has the part {}; expected text, or parts of type text", result=[1])
+    .refuses(
         lambda: labels(
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "image_url"}]}, SAID]}
-        ),
-        {
-            "remove the others": lambda: labels(
-                {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, SAID]}
-            )
-        },
-        result=[1],
+        )
+    )
+    .helps(
+        "remove the others",
+        lambda: labels({"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, SAID]}),
     ),
-    Row(
-        "{}:{} is not JSON: {}",
-        lambda: texts("a.jsonl", '{"text": "a"}\n{"text":\n "b"}\n'),
-        {
-            "write one object a line": lambda: texts("a.jsonl", '{"text": "a"}\n{"text": "b"}\n')[:1],
-            "remove the line": lambda: texts("a.jsonl", '{"text": "a"}\n'),
-        },
-        result=["a"],
+    Row("{}:{} is not JSON: {}", result=["a"])
+    .refuses(lambda: texts("a.jsonl", '{"text": "a"}\n{"text":\n "b"}\n'))
+    .helps("write one object a line", lambda: texts("a.jsonl", '{"text": "a"}\n{"text": "b"}\n')[:1])
+    .helps("remove the line", lambda: texts("a.jsonl", '{"text": "a"}\n')),
+    Row("{}:{} has half of a surrogate pair ({}); remove it", result=["a"])
+    .refuses(lambda: texts("a.jsonl", '{"text": "a\\ud83d"}\n'))
+    .helps("remove it", lambda: texts("a.jsonl", '{"text": "a"}\n')),
+    Row("{}:{} is nested too deeply; remove the line", result=["a"])
+    .refuses(lambda: texts("a.jsonl", '{"text": "a"}\n' + "[" * 100_000 + "\n"))
+    .helps("remove the line", lambda: texts("a.jsonl", '{"text": "a"}\n')),
+    Row("{}:{} is not UTF-8 text (byte {} of the line: {}); convert it", result=["é"])
+    .refuses(lambda: texts("a.jsonl", b'{"text": "' + WIDE + b'"}\n'))
+    .helps("convert it", lambda: texts("a.jsonl", b'{"text": "' + WIDE.decode("latin-1").encode() + b'"}\n')),
+    Row("{} is not UTF-8 text behind line {} ({}); convert it", result=["é"])
+    .refuses(lambda: texts("a.csv", b"text\n" + WIDE + b"\n"))
+    .helps("convert it", lambda: texts("a.csv", b"text\n" + WIDE.decode("latin-1").encode() + b"\n")),
+    Row("{} ends without Arrow's end of a stream: it was cut, and rows are missing", result=["a", "b"])
+    .refuses(lambda: arrow_file(whole=False))
+    .helps("copy", lambda: arrow_file(whole=True))
+    .helps("write it again", lambda: arrow_file(whole=True)),
+    Row("{}:{} has no text under {}; it has {}: name the key with data.field", result=["a"])
+    .refuses(lambda: texts("a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"})))
+    .helps(
+        "name the key with data.field, remove the record",
+        lambda: [
+            *texts("a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"}), field="body")[:1],
+            *texts("a.jsonl", lines({"text": "a", "body": "a"})),
+        ][:1],
+    )
+    .helps(
+        "skip such records with data.bad_rows: skip",
+        lambda: texts("a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"}), reading=Reading(skip=True)),
     ),
-    Row(
-        "{}:{} has half of a surrogate pair ({}); remove it",
-        lambda: texts("a.jsonl", '{"text": "a\\ud83d"}\n'),
-        {"remove it": lambda: texts("a.jsonl", '{"text": "a"}\n')},
-        result=["a"],
+    Row("{} has no text under {}; it has {}; name the key with data.field", result=[["a", "b"]])
+    .refuses(lambda: pairs({"body": "a", "target": "b"}))
+    .helps("name the key with data.field", lambda: pairs({"body": "a", "target": "b"}, field="body")),
+    Row("{} has no {} under {}; it has {}; name the key with data.{}", result=[["a", "b"]])
+    .refuses(lambda: pairs({"text": "a", "sum": "b"}))
+    .helps("name the key with data.{}", lambda: pairs({"text": "a", "sum": "b"}, output_field="sum")),
+    Row("the chat template calls strftime_now with something else than a text", result="{{ '02 Jan 2026' }}")
+    .refuses(lambda: ChatTemplate(text="{{ strftime_now(f) }}").on(datetime(2026, 1, 2)))
+    .helps(
+        "write the format into the call, strftime_now('{} %b %Y')",
+        lambda: ChatTemplate(text="{{ strftime_now('%d %b %Y') }}").on(datetime(2026, 1, 2)).text,
     ),
-    Row(
-        "{}:{} is nested too deeply; remove the line",
-        lambda: texts("a.jsonl", '{"text": "a"}\n' + "[" * 100_000 + "\n"),
-        {"remove the line": lambda: texts("a.jsonl", '{"text": "a"}\n')},
-        result=["a"],
-    ),
-    Row(
-        "{}:{} is not UTF-8 text (byte {} of the line: {}); convert it",
-        lambda: texts("a.jsonl", b'{"text": "' + WIDE + b'"}\n'),
-        {"convert it": lambda: texts("a.jsonl", b'{"text": "' + WIDE.decode("latin-1").encode() + b'"}\n')},
-        result=["é"],
-    ),
-    Row(
-        "{} is not UTF-8 text behind line {} ({}); convert it",
-        lambda: texts("a.csv", b"text\n" + WIDE + b"\n"),
-        {"convert it": lambda: texts("a.csv", b"text\n" + WIDE.decode("latin-1").encode() + b"\n")},
-        result=["é"],
-    ),
-    Row(
-        "{} ends without Arrow's end of a stream: it was cut, and rows are missing",
-        lambda: arrow_file(whole=False),
-        {"copy": lambda: arrow_file(whole=True), "write it again": lambda: arrow_file(whole=True)},
-        result=["a", "b"],
-    ),
-    Row(
-        "{}:{} has no text under {}; it has {}: name the key with data.field",
-        lambda: texts("a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"})),
-        {
-            "name the key with data.field, remove the record": lambda: [
-                *texts("a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"}), field="body")[:1],
-                *texts("a.jsonl", lines({"text": "a", "body": "a"})),
-            ][:1],
-            "skip such records with data.bad_rows: skip": lambda: texts(
-                "a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"}), reading=Reading(skip=True)
-            ),
-        },
-        result=["a"],
-    ),
-    Row(
-        "{} has no text under {}; it has {}; name the key with data.field",
-        lambda: pairs({"body": "a", "target": "b"}),
-        {"name the key with data.field": lambda: pairs({"body": "a", "target": "b"}, field="body")},
-        result=[["a", "b"]],
-    ),
-    Row(
-        "{} has no {} under {}; it has {}; name the key with data.{}",
-        lambda: pairs({"text": "a", "sum": "b"}),
-        {"name the key with data.{}": lambda: pairs({"text": "a", "sum": "b"}, output_field="sum")},
-        result=[["a", "b"]],
-    ),
-    Row(
-        "the chat template calls strftime_now with something else than a text",
-        lambda: ChatTemplate(text="{{ strftime_now(f) }}").on(datetime(2026, 1, 2)),
-        {
-            "write the format into the call, strftime_now('{} %b %Y')": lambda: (
-                ChatTemplate(text="{{ strftime_now('%d %b %Y') }}").on(datetime(2026, 1, 2)).text
-            )
-        },
-        result="{{ '02 Jan 2026' }}",
-    ),
-    Row(
-        "the chat template leaves out the tools",
-        lambda: labelled(PLAIN, tools=TOOLS),
-        {
-            "use a template that writes them (data.template: chatml)": lambda: labelled(
-                TEMPLATES["chatml"].text, [SYSTEM, ASKED, SAID], TOOLS
-            ),
-            "remove tools": lambda: labelled(PLAIN),
-        },
-        result=1,
-    ),
-    Row(
-        "the chat template leaves out the {} of turn {}, so the model would not learn it",
-        lambda: labelled(PLAIN, [ASKED, CALL]),
-        {
-            "use a template that writes it{}": lambda: labelled(TEMPLATES["chatml"].text, [ASKED, CALL]),
-            "remove it": lambda: labelled(PLAIN, [ASKED, SAID]),
-        },
-        result=1,
-    ),
-    Row(
-        "the chat template writes {} answers of {}, so those of weight 0 cannot be identified",
+    Row("the chat template leaves out the tools", result=1)
+    .refuses(lambda: labelled(PLAIN, tools=TOOLS))
+    .helps(
+        "use a template that writes them (data.template: chatml)",
+        lambda: labelled(TEMPLATES["chatml"].text, [SYSTEM, ASKED, SAID], TOOLS),
+    )
+    .helps("remove tools", lambda: labelled(PLAIN)),
+    Row("the chat template leaves out the {} of turn {}, so the model would not learn it", result=1)
+    .refuses(lambda: labelled(PLAIN, [ASKED, CALL]))
+    .helps("use a template that writes it{}", lambda: labelled(TEMPLATES["chatml"].text, [ASKED, CALL]))
+    .helps("remove it", lambda: labelled(PLAIN, [ASKED, SAID])),
+    Row("the chat template writes {} answers of {}, so those of weight 0 cannot be identified", result=1)
+    .refuses(
         lambda: labelled(
             f"{{% for m in messages %}}{{% if loop.last %}}{MARKED}{{% endif %}}{{% endfor %}}",
             [*TWICE[:1], TWICE[1] | {"weight": 0}, *TWICE[2:]],
+        )
+    )
+    .helps(
+        "remove weight",
+        lambda: labelled(f"{{% for m in messages %}}{{% if loop.last %}}{MARKED}{{% endif %}}{{% endfor %}}", TWICE),
+    ),
+    Row("no token of the conversation would count as a label, because the chat template writes nothing", result=[1])
+    .refuses(lambda: labels(GOOD, {"messages": [ASKED, SAID | {"content": ""}]}, template=ChatTemplate(text=PLAIN)))
+    .helps("remove the conversation", lambda: labels(GOOD, template=ChatTemplate(text=PLAIN))[:1])
+    .helps("use another template", lambda: labels({"messages": [ASKED, SAID | {"content": ""}]})),
+    Row("the tokenizer has no token {}, which the chat template writes", result=None)
+    .refuses(lambda: TEMPLATES["llama3"].check("<|eot_id|>", byte_tokenizer().fast.token_to_id))
+    .helps(
+        "use the template of the tokenizer or a file",
+        lambda: chat_template(
+            file("own.jinja", PLAIN.replace("{{ m.content }}", "{{ m.content }}<|endoftext|>")), byte_tokenizer()
+        ).check("<|endoftext|>", byte_tokenizer().fast.token_to_id),
+    )
+    .helps(
+        "write tokenizer: bpe, which gets them",
+        lambda: TEMPLATES["llama3"].check(
+            "<|eot_id|>", train_bpe(["text"], 261, TEMPLATES["llama3"].special).fast.token_to_id
         ),
-        {
-            "remove weight": lambda: labelled(
-                f"{{% for m in messages %}}{{% if loop.last %}}{MARKED}{{% endif %}}{{% endfor %}}", TWICE
-            )
-        },
-        result=1,
     ),
-    Row(
-        "no token of the conversation would count as a label, because the chat template writes nothing",
-        lambda: labels(GOOD, {"messages": [ASKED, SAID | {"content": ""}]}, template=ChatTemplate(text=PLAIN)),
-        {
-            "remove the conversation": lambda: labels(GOOD, template=ChatTemplate(text=PLAIN))[:1],
-            "use another template": lambda: labels({"messages": [ASKED, SAID | {"content": ""}]}),
-        },
-        result=[1],
+    Tested("block of the chat template ends before {}")
+    .by("tests/training/test_chat.py::test_forms_of_conversations_and_tools_pass_through")
+    .helps("write the token inside the block, in a template of your own", "<|endoftext|>{% endgeneration %}"),
+    Row("the chat template writes no {} behind the assistant's text ({})", result=None)
+    .refuses(lambda: ChatTemplate(text=PLAIN.replace("\n", "<end>\n")).check("<|endoftext|>", None))
+    .helps(
+        "set data.eos to the token that ends a turn",
+        lambda: ChatTemplate(text=PLAIN.replace("\n", "<end>\n")).check("<end>", None),
+    )
+    .helps(
+        "write {{ eos_token }} behind it in a template of your own",
+        lambda: ChatTemplate(
+            text=PLAIN.replace("\n", "{{ eos_token }}\n"), variables={"eos_token": "<|endoftext|>"}
+        ).check("<|endoftext|>", None),
     ),
-    Row(
-        "the tokenizer has no token {}, which the chat template writes",
-        lambda: TEMPLATES["llama3"].check("<|eot_id|>", byte_tokenizer().fast.token_to_id),
-        {
-            "use the template of the tokenizer or a file": lambda: chat_template(
-                file("own.jinja", PLAIN.replace("{{ m.content }}", "{{ m.content }}<|endoftext|>")), byte_tokenizer()
-            ).check("<|endoftext|>", byte_tokenizer().fast.token_to_id),
-            "write tokenizer: bpe, which gets them": lambda: TEMPLATES["llama3"].check(
-                "<|eot_id|>", train_bpe(["text"], 261, TEMPLATES["llama3"].special).fast.token_to_id
-            ),
-        },
-        result=None,
-    ),
-    Tested(
-        "block of the chat template ends before {}",
-        "tests/training/test_chat.py::test_forms_of_conversations_and_tools_pass_through",
-        {"write the token inside the block, in a template of your own": "<|endoftext|>{% endgeneration %}"},
-    ),
-    Row(
-        "the chat template writes no {} behind the assistant's text ({})",
-        lambda: ChatTemplate(text=PLAIN.replace("\n", "<end>\n")).check("<|endoftext|>", None),
-        {
-            "set data.eos to the token that ends a turn": lambda: ChatTemplate(
-                text=PLAIN.replace("\n", "<end>\n")
-            ).check("<end>", None),
-            "write {{ eos_token }} behind it in a template of your own": lambda: ChatTemplate(
-                text=PLAIN.replace("\n", "{{ eos_token }}\n"), variables={"eos_token": "<|endoftext|>"}
-            ).check("<|endoftext|>", None),
-        },
-        result=None,
-    ),
-    Row(
-        "blocks of the chat template cannot be found in the text",
+    Row("blocks of the chat template cannot be found in the text", result=1)
+    .refuses(
         lambda: str(
             labelled(f"{{% for m in messages %}}{{% filter trim %}}{MARKED}{{% endfilter %}}{{% endfor %}}", SPACED)
+        )
+    )
+    .helps(
+        "put the blocks outside of these",
+        lambda: labelled(
+            f"{{% for m in messages %}}{{% filter trim %}} {{% endfilter %}}{MARKED}{{% endfor %}}", SPACED
         ),
-        {
-            "put the blocks outside of these": lambda: labelled(
-                f"{{% for m in messages %}}{{% filter trim %}} {{% endfilter %}}{MARKED}{{% endfor %}}", SPACED
+    ),
+    Row("turn {}, the assistant's, cannot be found in the text, because the chat template {}", result=[1, 1])
+    .refuses(lambda: labels({"messages": TWICE}, template=ChatTemplate(text=REWRITES)))
+    .helps(
+        "mark the assistant's text with {% generation %} in the template, give data.template: chatml or llama3",
+        lambda: (
+            labels(
+                {"messages": TWICE},
+                template=ChatTemplate(text=f"{{% for m in messages %}}<{{{{ m.role }}}}>{MARKED}{{% endfor %}}"),
             )
-        },
-        result=1,
+            and labels({"messages": TWICE}, template=TEMPLATES["llama3"])
+            and labels({"messages": TWICE})
+            and [1, 1]
+        ),
+    )
+    .helps(
+        "keep one answer in each conversation",
+        lambda: labels({"messages": TWICE[:2]}, {"messages": TWICE[2:]}, template=ChatTemplate(text=REWRITES)),
     ),
-    Row(
-        "turn {}, the assistant's, cannot be found in the text, because the chat template {}",
-        lambda: labels({"messages": TWICE}, template=ChatTemplate(text=REWRITES)),
-        {
-            "mark the assistant's text with {% generation %} in the template, give data.template: chatml or llama3": (
-                lambda: (
-                    labels(
-                        {"messages": TWICE},
-                        template=ChatTemplate(
-                            text=f"{{% for m in messages %}}<{{{{ m.role }}}}>{MARKED}{{% endfor %}}"
-                        ),
-                    )
-                    and labels({"messages": TWICE}, template=TEMPLATES["llama3"])
-                    and labels({"messages": TWICE})
-                    and [1, 1]
-                )
-            ),
-            "keep one answer in each conversation": lambda: labels(
-                {"messages": TWICE[:2]}, {"messages": TWICE[2:]}, template=ChatTemplate(text=REWRITES)
-            ),
-        },
-        result=[1, 1],
+    Row("the template llama3 has no tool", result=1)
+    .refuses(lambda: labelled(TEMPLATES["llama3"].text, [ASKED, CALL]))
+    .helps(
+        "use the one of the tokenizer') }}", lambda: labelled(TEMPLATES["chatml"].text, [SYSTEM, ASKED, CALL], TOOLS)
     ),
-    Row(
-        "the template llama3 has no tool",
-        lambda: labelled(TEMPLATES["llama3"].text, [ASKED, CALL]),
-        {"use the one of the tokenizer') }}": lambda: labelled(TEMPLATES["chatml"].text, [SYSTEM, ASKED, CALL], TOOLS)},
-        result=1,
+    Row("data.template: {} is not UTF-8 text ({}); convert it", result="é")
+    .refuses(lambda: chat_template(file("t.jinja", WIDE), None))
+    .helps("convert it", lambda: chat_template(file("t.jinja", WIDE.decode("latin-1")), None).text),
+    Row("the tokenizer has no chat template; write data.template: {}", result=[True, True])
+    .refuses(lambda: chat_template(None, byte_tokenizer()))
+    .helps(
+        "write data.template: {}",
+        lambda: [chat_template(name, byte_tokenizer()) is not None for name in ("chatml", "llama3")],
+    )
+    .helps("a file with one", lambda: [chat_template(file("t.jinja", PLAIN), byte_tokenizer()).text == PLAIN] * 2),
+    Row("separator is empty; drop it to make each file one document", result=["a b"])
+    .refuses(lambda: texts("a.txt", "a b", separator=""))
+    .helps("drop it to make each file one document", lambda: texts("a.txt", "a b")),
+    Row("; rename it, or write another source (files: text)", result=1)
+    .refuses(lambda: texts("a.text", '{"text": "a"}', suffixes=(".jsonl",)))
+    .helps("rename it", lambda: len(texts("a.jsonl", '{"text": "a"}', suffixes=(".jsonl",))))
+    .helps("write another source (files: text)", lambda: len(texts("a.text", '{"text": "a"}'))),
+    Row("{} is a folder of datasets with several splits ({}); name one of them", result=1)
+    .refuses(lambda: TextSource(inputs=(str(Path(file("splits/dataset_dict.json", "{}")).parent),)).files())
+    .helps(
+        "name one of them: {}/train",
+        lambda: len(TextSource(inputs=(str(Path(file("splits/train/a.txt", "a")).parent),)).files()),
     ),
-    Row(
-        "data.template: {} is not UTF-8 text ({}); convert it",
-        lambda: chat_template(file("t.jinja", WIDE), None),
-        {"convert it": lambda: chat_template(file("t.jinja", WIDE.decode("latin-1")), None).text},
-        result="é",
+    Row("{} is not UTF-8 text ({}); convert it or remove it from the inputs", result={"é"})
+    .refuses(lambda: list(TextSource(inputs=(file("a.txt", "é"), file("b.txt", WIDE))).documents()))
+    .helps("convert it", lambda: set(TextSource(inputs=(file("a.txt", "é"), file("b.txt", "é"))).documents()))
+    .helps("remove it from the inputs", lambda: set(TextSource(inputs=(file("a.txt", "é"),)).documents())),
+    Row("the tokenizer has no token {} to end a document with", result="a")
+    .refuses(lambda: TextTokenizer(byte_tokenizer().fast, eos="</s>"))
+    .helps("set data.eos to one of its tokens", lambda: TextTokenizer(byte_tokenizer().fast, eos="a").eos),
+    Row("the text gives a vocabulary of {}; expected {}", result=True)
+    .refuses(lambda: train_bpe(["ab"], 300))
+    .helps("lower vocab_size", lambda: train_bpe(["ab"], 258).vocab_size >= 258)
+    .helps(
+        "give more text", lambda: train_bpe([" ".join(f"{place}" * 3 for place in range(99))], 300).vocab_size == 300
     ),
-    Row(
-        "the tokenizer has no chat template; write data.template: {}",
-        lambda: chat_template(None, byte_tokenizer()),
-        {
-            "write data.template: {}": lambda: [
-                chat_template(name, byte_tokenizer()) is not None for name in ("chatml", "llama3")
-            ],
-            "a file with one": lambda: [chat_template(file("t.jinja", PLAIN), byte_tokenizer()).text == PLAIN] * 2,
-        },
-        result=[True, True],
+    Row("there is no tokenizer.json in {}", result=258)
+    .refuses(lambda: load_tokenizer(scratch().name))
+    .helps(
+        "save a fast tokenizer there with transformers' save_pretrained",
+        lambda: load_tokenizer(of_transformers()).vocab_size,
+    )
+    .helps("with meshpar", lambda: load_tokenizer(bpe("ours")).vocab_size),
+    Row("tokenizer_config.json in {} has no eos_token", result="<|endoftext|>")
+    .refuses(lambda: load_tokenizer(bpe("bare", configured=False)))
+    .helps(
+        "set data.eos to the token that ends a document",
+        lambda: load_tokenizer(bpe("bare", configured=False), eos="<|endoftext|>").eos,
     ),
-    Row(
-        "separator is empty; drop it to make each file one document",
-        lambda: texts("a.txt", "a b", separator=""),
-        {"drop it to make each file one document": lambda: texts("a.txt", "a b")},
-        result=["a b"],
+    Row("{} is missing or has not {} bytes, one for each id of {}; copy it", result=3)
+    .refuses(lambda: TokenFile.open(token_file(marked=True)))
+    .helps("copy it", lambda: TokenFile.open(marked_file(b"\1\1\1")).tokens),
+    Row("{} has id {} and a vocab_size of {} in the .json beside it", result=None)
+    .refuses(lambda: checked(ids=(7, 0)))
+    .helps("correct it", lambda: checked(ids=(7, 0), vocab_size=8))
+    .helps("write the tokens again with their own tokenizer", lambda: checked(ids=(2, 0))),
+    Row("the text of {} has {} tokens; expected at least 2", result=True)
+    .refuses(lambda: tokenized(" "))
+    .helps("give more text{}", lambda: tokenized("some text")),
+    Row("no token of {} counts as a label, so nothing would be learned from it", result=True)
+    .refuses(lambda: validated({"prompt": "Q" * 99, "completion": "A"}))
+    .helps("give more data", lambda: validated(*[{"prompt": "Q", "completion": "A" * 9}] * 20)),
+    Row("{} tokens are too few to reserve {} of them for validation", result=True)
+    .refuses(lambda: tokenized("ab", validation_fraction=0.5))
+    .helps("give more text", lambda: tokenized("some text", validation_fraction=0.5)),
+    Row("{} give {}; give some{}{}", result=2)
+    .refuses(lambda: str(classes({"text": "a", "label": 1})))
+    .helps("give some{}{}", lambda: classes({"text": "a", "label": 1}, {"text": "b", "label": 2})),
+    Row("packing='best_fit' keeps documents whole, and documents='joined' makes one text of them", result=[1, 1])
+    .refuses(lambda: PackedTokens(TokenFile.open(token_file()), 2, packing="best_fit", documents="joined"))
+    .helps(
+        "use one of the two",
+        lambda: [
+            len(PackedTokens(TokenFile.open(token_file()), 2, packing="best_fit")),
+            len(PackedTokens(TokenFile.open(token_file()), 2, documents="joined")),
+        ],
     ),
-    Row(
-        "; rename it, or write another source (files: text)",
-        lambda: texts("a.text", '{"text": "a"}', suffixes=(".jsonl",)),
-        {
-            "rename it": lambda: len(texts("a.jsonl", '{"text": "a"}', suffixes=(".jsonl",))),
-            "write another source (files: text)": lambda: len(texts("a.text", '{"text": "a"}')),
-        },
-        result=1,
-    ),
-    Row(
-        "{} is a folder of datasets with several splits ({}); name one of them",
-        lambda: TextSource(inputs=(str(Path(file("splits/dataset_dict.json", "{}")).parent),)).files(),
-        {
-            "name one of them: {}/train": lambda: len(
-                TextSource(inputs=(str(Path(file("splits/train/a.txt", "a")).parent),)).files()
-            )
-        },
-        result=1,
-    ),
-    Row(
-        "{} is not UTF-8 text ({}); convert it or remove it from the inputs",
-        lambda: list(TextSource(inputs=(file("a.txt", "é"), file("b.txt", WIDE))).documents()),
-        {
-            "convert it": lambda: set(TextSource(inputs=(file("a.txt", "é"), file("b.txt", "é"))).documents()),
-            "remove it from the inputs": lambda: set(TextSource(inputs=(file("a.txt", "é"),)).documents()),
-        },
-        result={"é"},
-    ),
-    Row(
-        "the tokenizer has no token {} to end a document with",
-        lambda: TextTokenizer(byte_tokenizer().fast, eos="</s>"),
-        {"set data.eos to one of its tokens": lambda: TextTokenizer(byte_tokenizer().fast, eos="a").eos},
-        result="a",
-    ),
-    Row(
-        "the text gives a vocabulary of {}; expected {}",
-        lambda: train_bpe(["ab"], 300),
-        {
-            "lower vocab_size": lambda: train_bpe(["ab"], 258).vocab_size >= 258,
-            "give more text": lambda: (
-                train_bpe([" ".join(f"{place}" * 3 for place in range(99))], 300).vocab_size == 300
-            ),
-        },
-        result=True,
-    ),
-    Row(
-        "there is no tokenizer.json in {}",
-        lambda: load_tokenizer(scratch().name),
-        {
-            "save a fast tokenizer there with transformers' save_pretrained": lambda: (
-                load_tokenizer(of_transformers()).vocab_size
-            ),
-            "with meshpar": lambda: load_tokenizer(bpe("ours")).vocab_size,
-        },
-        result=258,
-    ),
-    Row(
-        "tokenizer_config.json in {} has no eos_token",
-        lambda: load_tokenizer(bpe("bare", configured=False)),
-        {
-            "set data.eos to the token that ends a document": lambda: (
-                load_tokenizer(bpe("bare", configured=False), eos="<|endoftext|>").eos
-            )
-        },
-        result="<|endoftext|>",
-    ),
-    Row(
-        "{} is missing or has not {} bytes, one for each id of {}; copy it",
-        lambda: TokenFile.open(token_file(marked=True)),
-        {"copy it": lambda: TokenFile.open(marked_file(b"\1\1\1")).tokens},
-        result=3,
-    ),
-    Row(
-        "{} has id {} and a vocab_size of {} in the .json beside it",
-        lambda: checked(ids=(7, 0)),
-        {
-            "correct it": lambda: checked(ids=(7, 0), vocab_size=8),
-            "write the tokens again with their own tokenizer": lambda: checked(ids=(2, 0)),
-        },
-        result=None,
-    ),
-    Row(
-        "the text of {} has {} tokens; expected at least 2",
-        lambda: tokenized(" "),
-        {"give more text{}": lambda: tokenized("some text")},
-        result=True,
-    ),
-    Row(
-        "no token of {} counts as a label, so nothing would be learned from it",
-        lambda: validated({"prompt": "Q" * 99, "completion": "A"}),
-        {"give more data": lambda: validated(*[{"prompt": "Q", "completion": "A" * 9}] * 20)},
-        result=True,
-    ),
-    Row(
-        "{} tokens are too few to reserve {} of them for validation",
-        lambda: tokenized("ab", validation_fraction=0.5),
-        {"give more text": lambda: tokenized("some text", validation_fraction=0.5)},
-        result=True,
-    ),
-    Row(
-        "{} give {}; give some{}{}",
-        lambda: str(classes({"text": "a", "label": 1})),
-        {"give some{}{}": lambda: classes({"text": "a", "label": 1}, {"text": "b", "label": 2})},
-        result=2,
-    ),
-    Row(
-        "packing='best_fit' keeps documents whole, and documents='joined' makes one text of them",
-        lambda: PackedTokens(TokenFile.open(token_file()), 2, packing="best_fit", documents="joined"),
-        {
-            "use one of the two": lambda: [
-                len(PackedTokens(TokenFile.open(token_file()), 2, packing="best_fit")),
-                len(PackedTokens(TokenFile.open(token_file()), 2, documents="joined")),
-            ]
-        },
-        result=[1, 1],
-    ),
-    Row(
-        "the sources of a mix are of different tokenizers: {}",
-        lambda: tokenizers_problem({"a": (8, 0), "b": (9, 0)}),
-        {"tokenize them with one": lambda: tokenizers_problem({"a": (8, 0), "b": (8, 0)})},
-        result="",
-    ),
+    Row("the sources of a mix are of different tokenizers: {}", result="")
+    .refuses(lambda: tokenizers_problem({"a": (8, 0), "b": (9, 0)}))
+    .helps("tokenize them with one", lambda: tokenizers_problem({"a": (8, 0), "b": (8, 0)})),
     Row(
         "a schedule without steps has no length of its own",
-        lambda: Schedule(name="cosine").factor(1),
-        {
-            "set steps=": lambda: Schedule(name="cosine", steps=2, warmup_steps=0).factor(1),
-            "use schedule.over(steps)": lambda: Schedule(name="cosine", warmup_steps=0).over(2).factor(1),
-        },
         result=lambda: Schedule(name="cosine", steps=2, warmup_steps=0).factor(1),
-    ),
-    Row(
-        "adapters on packed weights are added to the weights and see no input, got dropout {}",
-        lambda: LoRA(parameters=("experts.up",), dropout=0.1),
-        {
-            "set dropout to 0": lambda: LoRA(parameters=("experts.up",), dropout=0).rank,
-            "parameters to ()": lambda: LoRA(parameters=(), dropout=0.1).rank,
-        },
-        result=8,
-    ),
+    )
+    .refuses(lambda: Schedule(name="cosine").factor(1))
+    .helps("set steps=", lambda: Schedule(name="cosine", steps=2, warmup_steps=0).factor(1))
+    .helps("use schedule.over(steps)", lambda: Schedule(name="cosine", warmup_steps=0).over(2).factor(1)),
+    Row("adapters on packed weights are added to the weights and see no input, got dropout {}", result=8)
+    .refuses(lambda: LoRA(parameters=("experts.up",), dropout=0.1))
+    .helps("set dropout to 0", lambda: LoRA(parameters=("experts.up",), dropout=0).rank)
+    .helps("parameters to ()", lambda: LoRA(parameters=(), dropout=0.1).rank),
 ]
 
 
