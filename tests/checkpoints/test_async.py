@@ -18,7 +18,7 @@ from meshpar.checkpoints.format.writing import write_parts
 from meshpar.checkpoints.steps.background import Stager
 from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks
-from tests.checkpoints.test_commit import Job, impatient, linear, stepped
+from tests.checkpoints.test_commit import Job, impatient, linear, saved, stepped
 from tests.checkpoints.test_manager import full, go_on, parallelized
 from tests.support.patience import patient
 
@@ -262,10 +262,8 @@ def test_an_error_in_the_background_is_raised_where_the_run_comes_by_next(tmp_pa
         "wait": manager.wait,
         "restore": lambda: manager.restore(job, optimizer),
     }
-    with pytest.raises(
-        CheckpointError,
-        match=r"a save in the background failed: writing step 2 failed on 1 of 1 ranks:\n.*No space left",
-    ):
+    message = r"a save in the background failed: writing step 2 failed on 1 of 1 ranks:\n.*No space left"
+    with pytest.raises(CheckpointError, match=message):
         acts[where]()
     assert manager.steps() == [1] and not manager.ignored()
     monkeypatch.undo()
@@ -340,8 +338,7 @@ def test_an_error_of_staging_on_one_rank_fails_all_at_once(tmp_path):
 @on_ranks(2, fresh="leaves a collective of its checkpoints unfinished")
 def test_ranks_that_missed_each_other_meet_again_at_the_next_save(tmp_path):
     root = tmp_path / "run"
-    manager = CheckpointManager(root)
-    manager.save(1, linear(1))
+    manager = saved(root, 1)
     impatient(manager)
     store = dist.FileStore(f"{root}.store", 2)
     if dist.get_rank() == 1:

@@ -66,6 +66,14 @@ def stepped(job: Job, make=torch.optim.AdamW) -> torch.optim.Optimizer:
     return optimizer
 
 
+def saved(root: Path, *steps: int, **options: Any) -> CheckpointManager:
+    """A manager that has saved these steps, each from its number as the seed."""
+    manager = CheckpointManager(root, **options)
+    for step in steps:
+        manager.save(step, linear(step))
+    return manager
+
+
 def impatient(manager: CheckpointManager) -> None:
     """Let the ranks that have met wait 2 seconds for each other; those that meet anew wait as long as before."""
     manager._open_ranks._timeout = timedelta(seconds=2)
@@ -76,8 +84,7 @@ def impatient(manager: CheckpointManager) -> None:
 
 @on_ranks(3)
 def test_a_failure_on_one_rank_fails_all_with_one_message_and_leaves_the_last_step(tmp_path):
-    manager = CheckpointManager(tmp_path, timeout_s=patient(20))
-    manager.save(1, linear(1))
+    manager = saved(tmp_path, 1, timeout_s=patient(20))
     broken = linear(2)
     if dist.get_rank() == 1:
         broken.module.register_buffer("bad", torch.empty(2, device="meta"))
@@ -104,8 +111,7 @@ def test_a_failure_on_one_rank_fails_all_with_one_message_and_leaves_the_last_st
 @on_ranks(3, fresh="ends a rank")
 def test_a_rank_that_does_not_come_fails_the_others_in_bounded_time(tmp_path):
     root = tmp_path / "run"
-    manager = CheckpointManager(root)
-    manager.save(1, linear(1))
+    manager = saved(root, 1)
     impatient(manager)
     store = dist.FileStore(f"{root}.store", 3)
     if dist.get_rank() != 1:
@@ -141,9 +147,8 @@ def test_values_known_after_a_save_decide_about_the_best_step(tmp_path, async_):
             manager.amend(step, {"owes": False}, {"loss": loss})
             manager.wait()
             assert manager.best() == (step if step in (1, 2, 4) else 2)
-            assert manager.steps() == ([2, 3] if step == 3 else [step]), (
-                "no step is deleted before its successor has values"
-            )
+            # no step is deleted before its successor has values
+            assert manager.steps() == ([2, 3] if step == 3 else [step])
     manifest = read_manifest(tmp_path / "step-00000004")
     assert (manifest.extra, manifest.metrics) == ({"owes": False}, {"loss": 0.5})
     restored = CheckpointManager(tmp_path).restore(linear())
@@ -166,9 +171,8 @@ def test_a_step_saved_after_going_back_stays_and_later_ones_do_not_count(tmp_pat
     manager = CheckpointManager(tmp_path, keep=2)
     for step in (5, 6, 3, 2, 4):
         manager.save(step, linear())
-    assert manager.steps() == [3, 4, 5, 6], (
-        "2 and 3 were kept, then 3 and 4; whoever went back may want what lies ahead"
-    )
+    # 2 and 3 were kept, then 3 and 4; whoever went back may want what lies ahead
+    assert manager.steps() == [3, 4, 5, 6]
 
 
 def test_a_damaged_step_does_not_count_as_kept(tmp_path):
@@ -200,8 +204,7 @@ def test_a_damaged_manifest_is_passed_over_when_the_best_is_sought(tmp_path, cap
     "where", ["storage.disk.DiskPath.flush", "steps.steps.Steps._mark_latest", "steps.steps.Steps.retain"]
 )
 def test_what_fails_after_the_commit_does_not_fail_the_save(tmp_path, monkeypatch, caplog, where):
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, linear(1))
+    manager = saved(tmp_path, 1)
 
     def fail(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -215,8 +218,7 @@ def test_what_fails_after_the_commit_does_not_fail_the_save(tmp_path, monkeypatc
 
 
 def test_a_replacement_that_cannot_take_its_place_leaves_the_old_step(tmp_path, monkeypatch):
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, linear(1))
+    manager = saved(tmp_path, 1)
     rename = Path.rename
 
     def fail(path: Path, target: Path) -> Path:
@@ -234,8 +236,7 @@ def test_a_replacement_that_cannot_take_its_place_leaves_the_old_step(tmp_path, 
 
 
 def test_a_step_is_not_saved_over_unless_told(tmp_path):
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, linear(1))
+    manager = saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match="step 1 is already saved"):
         manager.save(1, linear(2))
     manager.save(1, linear(2), replace=True)
@@ -276,8 +277,7 @@ def test_a_folder_without_committed_steps_says_what_is_there(tmp_path):
 
 
 def test_an_old_step_that_is_half_removed_does_not_come_back(tmp_path, monkeypatch):
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, linear(1))
+    manager = saved(tmp_path, 1)
 
     def fail(folder: Path) -> None:
         raise OSError(16, "Device or resource busy")
@@ -296,8 +296,7 @@ def test_an_old_step_that_is_half_removed_does_not_come_back(tmp_path, monkeypat
     "clean", [lambda root: prune_steps(root, 3), lambda root: import_safetensors(save_weights(root), root, step=7)]
 )
 def test_only_the_run_itself_removes_what_another_host_left_lately(tmp_path, clean):
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, linear(1))
+    manager = saved(tmp_path, 1)
     live, dead, here = (
         tmp_path / f"step-00000002.tmp-{host}-abcdef01"
         for host in ("a-1", "b-1", f"{socket.gethostname()}-{2**22 + 1}")

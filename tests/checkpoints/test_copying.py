@@ -82,9 +82,8 @@ def test_a_file_that_is_written_during_the_copy_is_an_error_although_its_sum_may
         else:
             out.extend(data)
 
-    with pytest.raises(
-        CheckpointError, match=r"file was written while it was read; .* when no other process writes it"
-    ):
+    message = r"file was written while it was read; .* when no other process writes it"
+    with pytest.raises(CheckpointError, match=message):
         Copier(overwritten, lambda _: None).copy(box, torch.float32, 328)
     assert (bytes(out) != bytes(memory_of(tensor))) == way.mapped, "a buffer keeps what was read"
     again = bytearray()

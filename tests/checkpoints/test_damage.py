@@ -34,7 +34,7 @@ from meshpar.checkpoints.steps.importing import config_beside
 from meshpar.checkpoints.storage.place import Place, entries, place
 from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks
-from tests.checkpoints.test_commit import Job, linear, stepped
+from tests.checkpoints.test_commit import Job, linear, saved, stepped
 from tests.support.patience import patient
 from tests.support.tiers import daily
 
@@ -190,10 +190,8 @@ def test_swapped_files_of_one_size_are_found(home):
     assert module.a[0, 0] == ord("a"), "refused before anything changed"
     CheckpointManager(home).restore(Job(module), verify="none")
     assert module.a[0, 0] == ord("b"), "nothing is checked"
-    with pytest.raises(
-        CheckpointError,
-        match=r"(?s)model\.a at \(0, 0\).*model\.b at \(0, 0\)|model\.b at \(0, 0\).*model\.a at \(0, 0\)",
-    ):
+    message = r"(?s)model\.a at \(0, 0\).*model\.b at \(0, 0\)|model\.b at \(0, 0\).*model\.a at \(0, 0\)"
+    with pytest.raises(CheckpointError, match=message):
         verify(folder)
     with pytest.raises(CheckpointError, match=r"model\.a"):
         export_safetensors(folder, home / "hf", verify="full")
@@ -288,9 +286,7 @@ def test_a_hole_in_the_metadata_is_found_even_where_its_checksum_fits(step, numb
 
 @on_both
 def test_a_damaged_step_is_refused_and_the_one_before_taken_only_when_asked(home, caplog):
-    manager = CheckpointManager(home)
-    for number in (1, 2, 3):
-        manager.save(number, linear(number))
+    manager = saved(home, 1, 2, 3)
     for number in (2, 3):
         write(files_of(home / f"step-{number:08d}", "*.distcp")[0], b"")
     with pytest.raises(CheckpointError, match="step-00000003 is damaged"):
@@ -315,13 +311,10 @@ def flip(folder: Place, name: str) -> None:
 
 @on_both
 def test_a_flipped_bit_is_found_by_default_and_the_step_before_taken_when_asked(home):
-    manager = CheckpointManager(home)
-    for number in (1, 2):
-        manager.save(number, linear(number))
+    manager = saved(home, 1, 2)
     flip(home / "step-00000002", "model.weight")
-    with pytest.raises(
-        CheckpointError, match=r"__0_\d\.distcp is damaged: model\.weight, bytes \d+ to \d+: expected the CRC-32"
-    ):
+    message = r"__0_\d\.distcp is damaged: model\.weight, bytes \d+ to \d+: expected the CRC-32"
+    with pytest.raises(CheckpointError, match=message):
         manager.restore(linear())
     job = linear()
     found = manager.restore(job, fallback=True)
@@ -333,9 +326,7 @@ def test_a_flipped_bit_is_found_by_default_and_the_step_before_taken_when_asked(
 
 @on_both
 def test_the_files_of_another_step_are_found_by_default(home):
-    manager = CheckpointManager(home)
-    for number in (1, 2):
-        manager.save(number, linear(number))
+    manager = saved(home, 1, 2)
     for one, other in zip(*(files_of(home / f"step-{number:08d}", "*.distcp") for number in (1, 2))):
         write(other, read(one))
     job = linear()
@@ -459,9 +450,7 @@ def test_a_config_of_more_levels_than_a_hundred_is_refused(tmp_path):
 
 
 def test_a_manifest_nested_too_deep_is_one_damaged_step(tmp_path):
-    manager = CheckpointManager(tmp_path)
-    for number in (1, 2):
-        manager.save(number, linear(number))
+    saved(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / MANIFEST_NAME).write_text("[" * 200_000)
     lines = list_steps(tmp_path).splitlines()
     assert lines[1].startswith("1 ") and "damaged" in lines[2]
@@ -480,9 +469,8 @@ def test_a_link_in_the_place_of_a_file_is_refused(step, tmp_path, file):
     (step / file).rename(tmp_path / "elsewhere")
     (step / file).symlink_to(tmp_path / "elsewhere")
     for level in ("none", "size", "full"):
-        with pytest.raises(
-            CheckpointError, match=rf"{re.escape(file)}.* link.*; copy the checkpoint with its files, such as by cp -L"
-        ):
+        message = rf"{re.escape(file)}.* link.*; copy the checkpoint with its files, such as by cp -L"
+        with pytest.raises(CheckpointError, match=message):
             CheckpointManager(step.parent).restore(linear(), verify=level)
     subprocess.run(["cp", "-rL", step.parent, tmp_path / "copy"], check=True)
     assert "is whole" in verify_step(tmp_path / "copy")
@@ -563,23 +551,20 @@ def test_a_disk_that_fills_up_while_writing_fails_the_save_and_leaves_the_last_s
     manager.save(1, heavy(1))
     manager.wait()
     for _ in range(2):
-        with pytest.raises(
-            CheckpointError, match=r"writing to .* failed: .*No space left on device; free some space there"
-        ):
+        message = r"writing to .* failed: .*No space left on device; free some space there"
+        with pytest.raises(CheckpointError, match=message):
             manager.save(2, heavy(2))
             manager.wait()
         assert manager.steps() == [1] and not manager.ignored()
     job = heavy(0)
     assert manager.restore(job, verify="full").step == 1 and job.module.a[5] == 1
     exported = export_safetensors(small_disk, small_disk.parent / "hf")
-    with pytest.raises(
-        CheckpointError, match=r"importing to .*imported failed: .*No space left on device; free some space there"
-    ):
+    message = r"importing to .*imported failed: .*No space left on device; free some space there"
+    with pytest.raises(CheckpointError, match=message):
         import_safetensors(exported, small_disk / "imported")
     assert not any((small_disk / "imported").iterdir())
-    with pytest.raises(
-        CheckpointError, match=r"exporting to .*small/hf failed: .*No space left on device; free some space there"
-    ):
+    message = r"exporting to .*small/hf failed: .*No space left on device; free some space there"
+    with pytest.raises(CheckpointError, match=message):
         export_safetensors(small_disk, small_disk / "hf")
     assert not [path for path in small_disk.iterdir() if "hf" in path.name]
 

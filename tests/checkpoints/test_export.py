@@ -152,11 +152,8 @@ def test_tokenizer_files_come_along_and_its_weights_do_not(runs, tmp_path):
         (tokenizer / name).write_text("{}")
     made = export_safetensors(runs / "llama", tmp_path / "hf", tokenizer=tokenizer)
     assert sorted(path.name for path in made.iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
     assert json.loads((made / "config.json").read_text())["model_type"] == "llama"
 
 
@@ -193,9 +190,8 @@ def test_what_appears_at_the_target_during_an_export_is_kept(runs, tmp_path, kin
             target.mkdir() if kind == "folder" else target.write_text("precious")
             (target / "precious").write_text("precious") if kind == "folder" else None
 
-    with pytest.raises(
-        CheckpointError, match=r"hf appeared during the export: it already exists and is not empty; delete it"
-    ):
+    message = r"hf appeared during the export: it already exists and is not empty; delete it"
+    with pytest.raises(CheckpointError, match=message):
         export_safetensors(runs / "llama", target, progress=appear)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert (target / "precious" if kind == "folder" else target).read_text() == "precious"
@@ -203,9 +199,8 @@ def test_what_appears_at_the_target_during_an_export_is_kept(runs, tmp_path, kin
 
 def test_an_export_that_another_host_is_writing_is_not_run_over(runs, tmp_path):
     theirs = left(tmp_path, "tmp", "elsewhere")
-    with pytest.raises(
-        CheckpointError, match=r"another export to .*hf is running: process \d+ on elsewhere; .* 120 s after"
-    ):
+    message = r"another export to .*hf is running: process \d+ on elsewhere; .* 120 s after"
+    with pytest.raises(CheckpointError, match=message):
         export_safetensors(runs / "llama", tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == [theirs.name]
 
@@ -233,9 +228,8 @@ def test_a_dtype_that_needs_scales_is_refused(runs, tmp_path, dtype):
 
 def test_a_step_that_is_deleted_during_its_export_is_named_with_the_remedy(runs, tmp_path):
     step = shutil.copytree((runs / "llama" / "latest").resolve(), tmp_path / "steps" / "step-00000001")
-    with pytest.raises(
-        CheckpointError, match=r"cannot open .*its folder does not exist: retention .* \(meshpar checkpoints pin\)"
-    ):
+    message = r"cannot open .*its folder does not exist: retention .* \(meshpar checkpoints pin\)"
+    with pytest.raises(CheckpointError, match=message):
         export_safetensors(
             step, tmp_path / "hf", max_shard_size=1, progress=lambda *_: shutil.rmtree(step, ignore_errors=True)
         )
@@ -265,9 +259,8 @@ def test_what_a_killed_export_left_is_removed_or_comes_back(runs, tmp_path):
     file.write_text("work")
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         export_safetensors(runs / "llama", tmp_path / "hf")
-    assert (tmp_path / "hf" / "mine").read_text() == "work", (
-        "set aside by an export that was killed before its own took the place"
-    )
+    # set aside by an export that was killed before its own took the place
+    assert (tmp_path / "hf" / "mine").read_text() == "work"
     left(tmp_path, "old")
     export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", elsewhere.name, file.name}
@@ -305,15 +298,10 @@ def test_a_step_that_was_never_committed_is_refused(tmp_path):
 
 
 KINDS = {
-    "big": torch.randn(70, 30),
-    "flat": torch.randn(5),
-    "zero_dim": torch.tensor(1.5),
-    "empty": torch.zeros(0, 3),
-    "whole": torch.arange(6).reshape(2, 3),
-    "truth": torch.tensor([True, False, True]),
-    "half": torch.randn(4, 2).bfloat16(),
-    "tiny": torch.randn(4, 4).to(torch.float8_e4m3fn),
-}
+    "big": torch.randn(70, 30), "flat": torch.randn(5), "zero_dim": torch.tensor(1.5), "empty": torch.zeros(0, 3),
+    "whole": torch.arange(6).reshape(2, 3), "truth": torch.tensor([True, False, True]),
+    "half": torch.randn(4, 2).bfloat16(), "tiny": torch.randn(4, 4).to(torch.float8_e4m3fn),
+}  # fmt: skip
 
 
 def test_every_dtype_and_shape_is_written_tile_by_tile(tmp_path, monkeypatch):

@@ -31,12 +31,9 @@ def base_model(folder: Path) -> Path:
     fast.train_from_iterator([ASKED, "user assistant"] * 20, trainer=trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=special[0]).save_pretrained(folder)
     sizes = {
-        "vocab_size": 288,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
+        "vocab_size": 288, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 2,
-    }
+    }  # fmt: skip
     config = transformers.AutoConfig.for_model("llama", **sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     (folder / "generation_config.json").write_text(
@@ -77,9 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("run", "options"), [("full", ()), ("lora", ()), ("lora", ("--adapters",)), ("lora", ("--config",)), ("full", GGUF)]
 )
-def test_an_export_has_the_template_and_the_end_of_turn_of_its_run(
-    runs: Path, tmp_path: Path, run: str, options: tuple[str, ...]
-) -> None:
+def test_an_export_has_the_template_and_the_end_of_turn_of_its_run(runs, tmp_path, run, options) -> None:
     given = (*options, runs / "base") if options == ("--config",) else options
     command("export", runs / run, tmp_path / "out", *given)
     if options != GGUF:
@@ -103,12 +98,9 @@ def test_an_export_has_the_template_and_the_end_of_turn_of_its_run(
 
 def test_what_does_not_generate_is_named(runs: Path, tmp_path: Path) -> None:
     sizes = {
-        "vocab_size": 288,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
+        "vocab_size": 288, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
         "num_attention_heads": 2,
-    }
+    }  # fmt: skip
     transformers.BertForSequenceClassification(transformers.BertConfig(**sizes)).save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["generate", str(tmp_path), "x"])
     assert done.exit_code == 1

@@ -44,9 +44,8 @@ def equal(par: meshpar.Parallelized) -> bool:
 
 def test_a_nested_distributed_checkpoint_is_read_by_its_prefix_which_the_error_names(tmp_path: Path) -> None:
     dcp.save({"model": VALUES, "step": torch.tensor(3)}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(
-        MeshparError, match=r"missing: 0\.weight[\s\S]*DistributedCheckpoint and TorchWeights take prefix='model\.'"
-    ):
+    message = r"missing: 0\.weight[\s\S]*DistributedCheckpoint and TorchWeights take prefix='model\.'"
+    with pytest.raises(MeshparError, match=message):
         linear(DistributedCheckpoint(tmp_path))
     assert equal(linear(DistributedCheckpoint(tmp_path, prefix="model.")))
 
@@ -69,9 +68,7 @@ class Runs:
         return print, ("ran",)
 
 
-def test_a_file_of_torch_save_that_would_run_code_is_refused_and_not_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_torch_save_that_would_run_code_is_refused_and_not_run(tmp_path, capsys) -> None:
     torch.save({"a": torch.ones(1), "b": Runs()}, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"model\.pt contains other objects than tensors and plain data"):
         TorchWeights(tmp_path / "model.pt")
@@ -85,18 +82,15 @@ def test_safetensors_in_a_distributed_checkpoint_are_named(tmp_path: Path) -> No
     writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
     dcp.save(dict(VALUES), storage_writer=writer, no_dist=True)
     source = DistributedCheckpoint(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"saved with SerializationFormat\.SAFETENSORS, which is not read: save it as TORCH_SAVE"
-    ):
+    message = r"saved with SerializationFormat\.SAFETENSORS, which is not read: save it as TORCH_SAVE"
+    with pytest.raises(CheckpointError, match=message):
         source.read("0.weight", (), torch.empty(2, 3))
     writer = FileSystemWriter(tmp_path / "again", serialization_format=SerializationFormat.TORCH_SAVE)
     dcp.save(dict(VALUES), storage_writer=writer, no_dist=True)
     assert equal(linear(DistributedCheckpoint(tmp_path / "again")))
 
 
-def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(tmp_path, monkeypatch) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin, save_fsdp_model
     from typer.testing import CliRunner
 
@@ -111,10 +105,8 @@ def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(
     torch.save({"last_epoch": 20}, folder / "scheduler.pt")
     torch.save({"seed": torch.ones(1)}, folder / "training_args.bin")
     for read in (Safetensors, TorchWeights, DistributedCheckpoint):
-        with pytest.raises(
-            CheckpointError,
-            match=r"DistributedCheckpoint\(folder / 'pytorch_model_fsdp_0', prefix='model\.'\), or .*--config",
-        ):
+        message = r"DistributedCheckpoint\(folder / 'pytorch_model_fsdp_0', prefix='model\.'\), or .*--config"
+        with pytest.raises(CheckpointError, match=message):
             read(folder)
     assert equal(linear(DistributedCheckpoint(folder / "pytorch_model_fsdp_0", prefix="model.")))
     with pytest.raises(CheckpointError, match=r"has no tensors whose names begin with 'net\.'"):

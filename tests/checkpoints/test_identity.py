@@ -55,10 +55,8 @@ def test_a_url_that_names_no_store_is_refused(run: Path, monkeypatch: pytest.Mon
         lambda: import_safetensors("hf://org/model", run / "imported"),
         lambda: DistributedCheckpoint("hdfs://bucket/run"),
     ):
-        with pytest.raises(
-            CheckpointError,
-            match=r"is a URL that is not supported; expected a folder, file:///folder, or s3://bucket/key",
-        ):
+        message = r"is a URL that is not supported; expected a folder, file:///folder, or s3://bucket/key"
+        with pytest.raises(CheckpointError, match=message):
             made()
     with pytest.raises(CheckpointError, match="is a URL; expected a path of a file system"):
         CheckpointManager("s3://bucket/run", async_=True, staging="s3://bucket/staging")

@@ -93,9 +93,8 @@ def test_the_large_files_size_is_checked(step):
         file.seek(whole - lost)
         end = file.read()
     os.truncate(step / "__0_0.distcp", whole - lost)
-    with pytest.raises(
-        CheckpointError, match=r"__0_0\.distcp: expected 43\d+ bytes, found 43\d+; lost: \(parts of\) model\.small"
-    ):
+    message = r"__0_0\.distcp: expected 43\d+ bytes, found 43\d+; lost: \(parts of\) model\.small"
+    with pytest.raises(CheckpointError, match=message):
         verify_step(step)
     with (step / "__0_0.distcp").open("ab") as file:
         file.write(end)

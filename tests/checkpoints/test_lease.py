@@ -39,9 +39,8 @@ def hold(folder: Path) -> subprocess.Popen[str]:
 
 def test_a_second_job_is_told_who_writes_the_folder_and_gets_it_when_that_one_is_killed(tmp_path: Path) -> None:
     with hold(tmp_path) as other, CheckpointManager(tmp_path) as manager:
-        with pytest.raises(
-            CheckpointError, match=rf"is written by another job: process {other.pid} on .* since 2.*; end that job"
-        ):
+        message = rf"is written by another job: process {other.pid} on .* since 2.*; end that job"
+        with pytest.raises(CheckpointError, match=message):
             manager.own()
         with CheckpointManager(tmp_path / "other") as free:
             free.own()
@@ -69,17 +68,14 @@ def test_a_holder_on_another_host_lives_while_its_count_rises(tmp_path: Path, mo
     lease.take()
     lease.check()
     elsewhere(tmp_path)  # whose host was cut off, and which came back
-    with pytest.raises(
-        CheckpointError, match="process 1 on elsewhere since then, which took it while this job gave no sign of life"
-    ):
+    message = "process 1 on elsewhere since then, which took it while this job gave no sign of life"
+    with pytest.raises(CheckpointError, match=message):
         lease.check()
     lease.release()
     assert json.loads((tmp_path / LEASE_NAME).read_text())["host"] == "elsewhere", "only its own is removed"
 
 
-def test_a_relative_folder_is_owned_and_written_from_another_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder_is_owned_and_written_from_another_working_directory(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with CheckpointManager("run") as manager:
         manager.own()
@@ -89,15 +85,12 @@ def test_a_relative_folder_is_owned_and_written_from_another_working_directory(
         assert manager.steps() == [1] and not any(Path.cwd().iterdir())
         assert manager._writer._lease is not None
         (tmp_path / "run" / LEASE_NAME).unlink()
-        with pytest.raises(
-            CheckpointError, match=r"run/\.writer is gone, by which this job owns the folder: the folder"
-        ):
+        message = r"run/\.writer is gone, by which this job owns the folder: the folder"
+        with pytest.raises(CheckpointError, match=message):
             manager._writer._lease.check()
 
 
-def test_of_two_that_replace_a_dead_holder_in_one_moment_one_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_that_replace_a_dead_holder_in_one_moment_one_is_told(tmp_path, monkeypatch) -> None:
     (tmp_path / LEASE_NAME).write_text(
         json.dumps({"host": host_name(), "process": 2**22 + 1, "id": "dead", "since": "then", "count": 0})
     )

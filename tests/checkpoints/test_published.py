@@ -28,19 +28,15 @@ MODELS = {
 }
 FSDP, TP = meshpar.FullyShard(), meshpar.TensorParallel()
 MESHES = {
-    "dp_shard=2": [FSDP],
-    "tp=2": [TP],
-    "dp_shard=2,tp=2": [TP, FSDP],
+    "dp_shard=2": [FSDP], "tp=2": [TP], "dp_shard=2,tp=2": [TP, FSDP],
     "dp_replicate=2,dp_shard=2": [meshpar.HybridShard()],
     "dp_replicate=2,dp_shard=2 world": [meshpar.HybridShard(optimizer="world")],
-    "dp_shard=2,ep=2": [meshpar.ExpertParallel(), FSDP],
-    "dp_shard=2,cp=2": [meshpar.ContextParallel(), FSDP],
-    "dp_shard=2 whole": [meshpar.FullyShard(whole=("model.norm", "lm_head"))],
-    "pp=2": [meshpar.PipelineParallel()],
+    "dp_shard=2,ep=2": [meshpar.ExpertParallel(), FSDP], "dp_shard=2,cp=2": [meshpar.ContextParallel(), FSDP],
+    "dp_shard=2 whole": [meshpar.FullyShard(whole=("model.norm", "lm_head"))], "pp=2": [meshpar.PipelineParallel()],
     "pp=2,dp_shard=2": [meshpar.PipelineParallel(), FSDP],
     "pp=2,dp_replicate=2": [meshpar.PipelineParallel(), meshpar.Replicate()],
     "pp=2,tp=2": [meshpar.PipelineParallel(), TP],
-}
+}  # fmt: skip
 
 
 def planned(name, mesh, dtype=torch.float32):
@@ -72,12 +68,9 @@ def read(path):
 
 
 DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int64: "I64",
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64",
     torch.int32: "I32",
-}
+}  # fmt: skip
 
 
 def described(tensor):
@@ -162,11 +155,8 @@ def test_merged_adapters_stream_as_peft_merges_them() -> None:
     from meshpar.training import LoRA, add_adapters
 
     for name, mesh in (
-        ("llama", "dp_shard=2"),
-        ("llama", "tp=2"),
-        ("their gpt2", "dp_shard=2"),
-        ("qwen3_moe", "dp_shard=2"),
-    ):
+        ("llama", "dp_shard=2"), ("llama", "tp=2"), ("their gpt2", "dp_shard=2"), ("qwen3_moe", "dp_shard=2"),
+    ):  # fmt: skip
         torch.manual_seed(0)
         packed = dict(parameters=("experts.gate_up_proj",)) if name == "qwen3_moe" else {}
         model = MODELS[name]()

@@ -415,9 +415,8 @@ def test_a_gguf_file_has_the_tokenizer_with_the_models_number_of_ids(runs, tmp_p
     data = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
     data["pre_tokenizer"] = {"type": "Whitespace"}
     (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(data))
-    with pytest.raises(
-        CheckpointError, match=r"cuts text by .*Whitespace.*this export writes byte-level BPE with the cuts of gpt-2, "
-    ):
+    message = r"cuts text by .*Whitespace.*this export writes byte-level BPE with the cuts of gpt-2, "
+    with pytest.raises(CheckpointError, match=message):
         export_gguf(Safetensors(tmp_path), tmp_path / "other", "q8_0", tmp_path / "tokenizer", config=config)
     assert not (tmp_path / "other").exists()
 

@@ -61,13 +61,8 @@ def test_ls_lists_the_steps_and_what_is_none(run):
 def test_show_tells_where_a_step_comes_from_and_what_is_in_it(run):
     text = show_step(run.root)
     for piece in (
-        "step-00000003",
-        "1 ranks, dp_shard=1, cpu",
-        "8 elements in 2 tensors",
-        "AdamW",
-        "model.weight",
-        "(2, 3)",
-    ):
+        "step-00000003", "1 ranks, dp_shard=1, cpu", "8 elements in 2 tensors", "AdamW", "model.weight", "(2, 3)",
+    ):  # fmt: skip
         assert piece in text
     assert "step-00000001" in show_step(run.root / "step-00000001")
 
@@ -133,13 +128,9 @@ def test_a_model_imported_for_ours_begins_a_run_of_transformers_too(tmp_path):
 
 def test_an_imported_model_is_restored_and_exported_as_it_came(tmp_path):
     theirs = {
-        "model.up.weight": torch.randn(6, 4),
-        "model.down.weight": torch.randn(4, 6),
-        "model.q": torch.randn(2, 4),
-        "model.k": torch.randn(2, 4),
-        "model.low": torch.randn(3).bfloat16(),
-        "model.steps": torch.tensor(7),
-    }
+        "model.up.weight": torch.randn(6, 4), "model.down.weight": torch.randn(4, 6), "model.q": torch.randn(2, 4),
+        "model.k": torch.randn(2, 4), "model.low": torch.randn(3).bfloat16(), "model.steps": torch.tensor(7),
+    }  # fmt: skip
     rules = WeightMap(
         (
             Transpose("down.weight", "down.weight"),

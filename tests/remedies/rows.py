@@ -8,9 +8,9 @@
     .helps("write ModelLayout(", lambda: problems(..., layout=ModelLayout(blocks=("layers.*",))))
 
 ``refuses`` gets what meets the message: it raises, warns or returns texts. ``helps`` gets the first words of a remedy, one
-for each alternative ("use A, or B"), and a function that does literally what they say. Where a test does so already, the
-row names it: ``Tested(message).by("tests/F.py::test_name").helps("use A", "piece of the test's source that uses A")``; the
-message's text must be in the test, too.
+for each alternative ("use A, or B"), and functions that do literally what they say, each in its way. Where a test does so
+already, the row names it: ``Tested(message).by("tests/F.py::test_name").helps("use A", "piece of the test's source that
+uses A")``; the message's text must be in the test, too.
 
 To add rows: ``python -m tests.remedies.table`` prints what is untried; write a row for each line, and run its file and
 ``tests/core/test_house.py``. Remedies that no test can apply are kinds of ``OUTSIDE`` in ``table.py``, each with its reason.
@@ -20,12 +20,13 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 import torch
 
 from meshpar.tensors.placements import whole_tensor
@@ -40,26 +41,26 @@ class Row:
         result: what each remedy gives, or a function that computes it; ``()`` for the problems of what is accepted.
         ranks: the number of ranks that run the row together; 0: this process.
         refused: what the message refuses: it raises, warns, or returns the texts of problems.
-        remedies: the first words of each remedy that the message prints -> code that does what they say.
+        remedies: the first words of each remedy that the message prints -> functions that do what they say.
     """
 
     message: str
     result: Any = ()
     ranks: int = 0
     refused: Callable[[], Any] = list
-    remedies: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    remedies: Mapping[str, Sequence[Callable[[], Any]]] = field(default_factory=dict)
 
     def refuses(self, function: Callable[[], Any]) -> Self:
         return replace(self, refused=function)
 
-    def helps(self, words: str, function: Callable[[], Any]) -> Self:
-        return replace(self, remedies={**self.remedies, words: function})
+    def helps(self, words: str, *functions: Callable[[], Any]) -> Self:
+        return replace(self, remedies={**self.remedies, words: functions})
 
     def run(self) -> None:
         said = _said(self.refused)
         parts = [re.escape(part) for part in self.message.split("{}")]
         assert re.search(".*?".join(parts), said, re.DOTALL), f"expected {self.message!r}, got:\n{said}"
-        for words, remedy in self.remedies.items():
+        for words, remedy in ((words, remedy) for words, ways in self.remedies.items() for remedy in ways):
             try:
                 _check_equal(remedy(), self.result() if callable(self.result) else self.result)
             except Exception as error:
@@ -95,9 +96,18 @@ def each(function: Callable[[Any], Iterable[Any]], *cases: Any) -> Callable[[], 
 
 def alone(rows: Iterable[Row | Tested]) -> list[Any]:
     """Return the rows that one process runs, for ``pytest.mark.parametrize("row", ...)``."""
-    import pytest
-
     return [pytest.param(row, id=row.message[:60]) for row in rows if isinstance(row, Row) and row.ranks == 0]
+
+
+def in_one_process(rows: Iterable[Row | Tested]) -> Callable[..., None]:
+    """Return the test that runs the rows of one process, each in a folder of its own."""
+
+    @pytest.mark.parametrize("row", alone(rows))
+    def test(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        row.run()
+
+    return test
 
 
 def run_together(rows: Iterable[Row | Tested], ranks: int, folder: Path | str = ".") -> None:
@@ -152,6 +162,7 @@ def _check_equal(found: Any, expected: Any) -> None:
         for name in expected:
             _check_equal(found[name], expected[name])
     elif isinstance(expected, list | tuple):
+        found = list(found)
         assert len(found) == len(expected), f"expected {expected}, got {found}"
         for one, other in zip(found, expected, strict=True):
             _check_equal(one, other)

@@ -65,7 +65,7 @@ def _read(path: Path) -> Iterator[Entry]:
             yield Entry(
                 where=f"tests/remedies/{path.name}:{node.lineno}",
                 message=ast.literal_eval(calls[0].args[0]),
-                remedies=tuple(ast.literal_eval(words) for words, _ in helps),
+                remedies=tuple(ast.literal_eval(words) for words, *_ in helps),
                 test=test,
                 pieces=tuple(ast.literal_eval(piece) for _, piece in helps) if test else (),
             )

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -33,7 +32,7 @@ from tests.checkpoints.test_commit import Job, linear
 from tests.checkpoints.test_foreign import VALUES, Runs
 from tests.checkpoints.test_foreign import equal as is_read
 from tests.checkpoints.test_foreign import linear as read
-from tests.remedies.rows import Row, Tested, alone, run_together
+from tests.remedies.rows import Row, Tested, in_one_process, run_together
 
 STEP = "run/step-00000001"
 
@@ -479,10 +478,7 @@ def published(par):
     return sorted(dict(par.published()))
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)
 
 
 @on_ranks(2)

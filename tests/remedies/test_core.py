@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 
@@ -29,7 +28,7 @@ from meshpar import (
 )
 from meshpar.core import registry, runtime
 from meshpar.core.passes import held_mesh
-from tests.remedies.rows import Row, Tested, alone
+from tests.remedies.rows import Row, Tested, in_one_process
 from tests.support.plans import TwoLayers, problems, shard, transformer
 
 
@@ -277,7 +276,8 @@ ROWS = [
     .refuses(lambda: Plan({"dp_shard": 2}, [FullyShard()]))
     .helps(
         "write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2)",
-        lambda: [*shard(), *problems(MeshSpec(dp_shard=2), [FullyShard()])],
+        lambda: shard(),
+        lambda: problems(MeshSpec(dp_shard=2), [FullyShard()]),
     ),
     Row("cannot read {} in mesh {}", result="dp_replicate=2,dp_shard=-1,tp=4")
     .refuses(lambda: MeshSpec("tp:4"))
@@ -324,12 +324,10 @@ ROWS = [
     .refuses(lambda: problems("dp_shard=2", [Compile(), FullyShard()], nn.Linear(2, 2)))
     .helps(
         "give ModelLayout(blocks=...) or {}(blocks=...)",
-        lambda: [
-            *problems(
-                "dp_shard=2", [Compile(), FullyShard()], nn.Sequential(nn.Linear(2, 2)), ModelLayout(blocks=("0",))
-            ),
-            *problems("dp_shard=2", [Compile(blocks=("0",)), FullyShard()], nn.Sequential(nn.Linear(2, 2))),
-        ],
+        lambda: problems(
+            "dp_shard=2", [Compile(), FullyShard()], nn.Sequential(nn.Linear(2, 2)), ModelLayout(blocks=("0",))
+        ),
+        lambda: problems("dp_shard=2", [Compile(blocks=("0",)), FullyShard()], nn.Sequential(nn.Linear(2, 2))),
     ),
     Row("{} matches no module; use a name of the model")
     .refuses(lambda: shard(TwoLayers(), ModelLayout(blocks=("layer.*",))))
@@ -341,6 +339,4 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row):
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)

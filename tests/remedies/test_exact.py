@@ -10,7 +10,7 @@ from tests.passes.positions.test_parallel import Counted
 from tests.remedies import exact_loops as loops
 from tests.remedies import exact_models as models
 from tests.remedies.exact_loops import exact, fsdp, refused, tp
-from tests.remedies.rows import Loop, Row, Tested, TwoRanks, alone, run_together
+from tests.remedies.rows import Loop, Row, Tested, TwoRanks, in_one_process, run_together
 from tests.support import loop_habits as habits
 from tests.support.loop_sides import Net, adamw, sgd
 from tests.support.models_for_parity import transformer
@@ -365,9 +365,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row):
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)
 
 
 @pytest.mark.parametrize("part", range(3))

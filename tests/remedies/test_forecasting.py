@@ -7,7 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 
@@ -18,7 +17,7 @@ from meshpar.forecasting.lints import lints
 from meshpar.forecasting.search import search
 from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.forecasting.trace import Event, Phase
-from tests.remedies.rows import Row, Tested, alone
+from tests.remedies.rows import Row, Tested, in_one_process
 from tests.support.models_for_parity import Masked, MaskedAttention
 from tests.support.plans import transformer
 
@@ -223,6 +222,4 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row):
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Mapping
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,7 +30,7 @@ from meshpar.tensors.placements import local_tensor, whole_tensor
 from meshpar.testing import on_ranks
 from tests.passes.experts.test_parallel import OWN, Elsewhere, Own, OwnMixture, Paired, Residual, Scaled, dropped
 from tests.passes.test_traps import CROSS, CrossAttention
-from tests.remedies.rows import Row, Tested, TwoRanks, alone, run_together
+from tests.remedies.rows import Row, Tested, TwoRanks, in_one_process, run_together
 from tests.step.test_cycle import LAYOUT, Net, ids_of, x_of
 from tests.support.models_for_parity import huggingface, transformer
 from tests.support.plans import TwoLayers, problems
@@ -573,9 +572,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row):
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)
 
 
 @on_ranks(2)

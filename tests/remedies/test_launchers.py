@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
@@ -32,7 +31,7 @@ from meshpar.launchers.targets.job import Job, ask, make_target
 from meshpar.launchers.targets.launching import cancel_job, show_logs
 from tests.jobs.test_doctor import DOWN, ORDER, Nvml, healthy
 from tests.launchers.test_recipe import SMALL, read
-from tests.remedies.rows import Row, Tested, alone, each
+from tests.remedies.rows import Row, Tested, each, in_one_process
 
 
 def recipe(*overrides, text=SMALL):
@@ -265,11 +264,9 @@ ROWS = [
     .refuses(lambda: recipe("training.validate_every=2"))
     .helps(
         "set data.validation_fraction, data.validation_paths or",
-        lambda: [
-            *recipe("training.validate_every=2", "data.validation_fraction=0.1"),
-            *recipe("training.validate_every=2", f"data.validation_paths=[{file('v.txt')}]"),
-            *recipe("training.validate_every=2", "evaluations.samples.prompts=[once]"),
-        ],
+        lambda: recipe("training.validate_every=2", "data.validation_fraction=0.1"),
+        lambda: recipe("training.validate_every=2", f"data.validation_paths=[{file('v.txt')}]"),
+        lambda: recipe("training.validate_every=2", "evaluations.samples.prompts=[once]"),
     ),
     Row("set the length of the training")
     .refuses(lambda: recipe("training.steps=null"))
@@ -349,7 +346,8 @@ ROWS = [
     .helps("name the folder of the tokenizer", lambda: recipe(weights(), "data.tokenizer=other"))
     .helps(
         "write bytes or bpe",
-        lambda: [*recipe(weights(), "data.tokenizer=bytes"), *recipe(weights(), "data.tokenizer=bpe")],
+        lambda: recipe(weights(), "data.tokenizer=bytes"),
+        lambda: recipe(weights(), "data.tokenizer=bpe"),
     ),
     Row("tokenizer bytes ends a document with its own token")
     .refuses(lambda: recipe("data.eos=x"))
@@ -404,7 +402,7 @@ ROWS = [
     .helps("--gpus-per-node {}", lambda: rendered("skypilot", "accelerators=H100:4", gpus=4)),
     Row("kueue and volcano: each starts the job by itself")
     .refuses(lambda: target("kubernetes", "kueue=a", "volcano=b"))
-    .helps("give one of them", lambda: [*target("kubernetes", "kueue=a"), *target("kubernetes", "volcano=b")]),
+    .helps("give one of them", lambda: target("kubernetes", "kueue=a"), lambda: target("kubernetes", "volcano=b")),
     Row("{} is given twice; give it once")
     .refuses(lambda: target("slurm", "partition=a", "partition=b"))
     .helps("give it once", lambda: target("slurm", "partition=b")),
@@ -505,12 +503,10 @@ ROWS = [
     )
     .helps(
         "exclude the ports with NCCL_IB_HCA",
-        lambda: [
-            *examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "^mlx5_1")),
-            *examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "^=mlx5_1:1")),
-            *examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "=mlx5_0")),
-            *examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "mlx5_0:1,mlx5_2")),
-        ],
+        lambda: examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "^mlx5_1")),
+        lambda: examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "^=mlx5_1:1")),
+        lambda: examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "=mlx5_0")),
+        lambda: examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "mlx5_0:1,mlx5_2")),
     ),
     Row("reset the devices")
     .refuses(lambda: measured(nvmlDeviceGetRemappedRows=(1, 1, 1, 0)))
@@ -577,7 +573,7 @@ ROWS = [
     .helps("leave out --check", lambda: launched("train.py")),
     Row("make {} and the axes inside it at most {} together")
     .refuses(lambda: placement_findings(MeshSpec("tp=4"), ORDER))
-    .helps("make {} and the axes inside it", lambda: [*placement_findings(MeshSpec("dp_shard=2,tp=2"), ORDER)]),
+    .helps("make {} and the axes inside it", lambda: placement_findings(MeshSpec("dp_shard=2,tp=2"), ORDER)),
     Row("--elastic=replicas: the mesh {} has one replica", result=2)
     .refuses(lambda: divide_replicas(MeshSpec("dp_shard=2"), 2, 0))
     .helps("write dp_replicate=2 or more", lambda: divide_replicas(MeshSpec("dp_replicate=2,dp_shard=2"), 2, 0).count),
@@ -595,17 +591,17 @@ ROWS = [
     .refuses(lambda: replica_problems(read(SMALL, "training.balance_rate=0.1")))
     .helps(
         "set balance_rate and balance_loss to 0",
-        lambda: [*replica_problems(read(SMALL, "training.balance_rate=0", "training.balance_loss=0"))],
+        lambda: replica_problems(read(SMALL, "training.balance_rate=0", "training.balance_loss=0")),
     ),
     Row("sends weights and optimizer to a replica that joins")
     .refuses(lambda: replica_problems(read(SMALL, "averages.ema.decay=0.9")))
-    .helps("remove averages", lambda: [*replica_problems(read(SMALL))]),
+    .helps("remove averages", lambda: replica_problems(read(SMALL))),
     Row("--elastic=replicas writes no profile")
     .refuses(lambda: replica_problems(read(SMALL, "profile=true")))
-    .helps("set profile: false", lambda: [*replica_problems(read(SMALL, "profile=false"))]),
+    .helps("set profile: false", lambda: replica_problems(read(SMALL, "profile=false"))),
     Row("--elastic=replicas reads data in the training process")
     .refuses(lambda: replica_problems(read(SMALL, "data.workers=2")))
-    .helps("set data.workers: 0", lambda: [*replica_problems(read(SMALL, "data.workers=0"))]),
+    .helps("set data.workers: 0", lambda: replica_problems(read(SMALL, "data.workers=0"))),
     Row("a prompt is empty, and has no token")
     .refuses(lambda: check_job(read(SMALL, "evaluations.samples.prompts=['']"), 2))
     .helps("give each prompt a text", lambda: check_job(read(SMALL, "evaluations.samples.prompts=[once]"), 2)),
@@ -619,10 +615,8 @@ ROWS = [
     .refuses(lambda: check_job(read(SMALL, "checkpoint.best=val/loss"), 2))
     .helps(
         "set data.validation_fraction or data.validation_paths",
-        lambda: [
-            *check_job(read(SMALL, "checkpoint.best=val/loss", "data.validation_fraction=0.1"), 2),
-            *check_job(read(SMALL, "checkpoint.best=val/loss", f"data.validation_paths=[{file('v.txt')}]"), 2),
-        ],
+        lambda: check_job(read(SMALL, "checkpoint.best=val/loss", "data.validation_fraction=0.1"), 2),
+        lambda: check_job(read(SMALL, "checkpoint.best=val/loss", f"data.validation_paths=[{file('v.txt')}]"), 2),
     ),
     Row("raise it, or set profile: off")
     .refuses(lambda: check_job(read(SMALL, "profile=true"), 2))
@@ -663,12 +657,10 @@ ROWS = [
     .refuses(lambda: drawn("dp_shard=6", "--nodes", "4"))
     .helps(
         "change the mesh or --nodes",
-        lambda: [*drawn("dp_shard=8", "--nodes", "4"), *drawn("dp_shard=6", "--nodes", "3")],
+        lambda: drawn("dp_shard=8", "--nodes", "4"),
+        lambda: drawn("dp_shard=6", "--nodes", "3"),
     ),
 ]
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)

@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +20,7 @@ from meshpar.state.drawing import mesh_svg
 from meshpar.tensors.placements import local_gradient, whole_tensor
 from meshpar.testing import on_ranks, one_process
 from meshpar.weights.maps import average_called
-from tests.remedies.rows import Loop, Row, Tested, TwoRanks, alone, run_together
+from tests.remedies.rows import Loop, Row, Tested, TwoRanks, in_one_process, run_together
 from tests.remedies.sides import difference, on
 from tests.remedies.test_forwards import LINE, MICRO, Line, made, staged
 
@@ -306,9 +305,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row):
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)
 
 
 @on_ranks(2)

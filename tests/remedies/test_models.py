@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import pytest
 import torch
 import transformers
 from torch import nn
@@ -14,7 +13,7 @@ from meshpar.models.huggingface.styles import FullPositions
 from meshpar.passes.tensor.context import Context
 from meshpar.testing import on_ranks
 from meshpar.training.lora import LoRA, add_adapters
-from tests.remedies.rows import Row, TwoRanks, alone, run_together
+from tests.remedies.rows import Row, TwoRanks, in_one_process, run_together
 from tests.remedies.test_forwards import exact
 from tests.support.models_for_parity import VOCAB, huggingface
 from tests.support.plans import problems
@@ -295,9 +294,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row):
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 
@@ -42,7 +41,7 @@ from tests.passes.pipeline.test_stage_models import (
     ViT,
     Written,
 )
-from tests.remedies.rows import Row, Tested, alone, heard_from, run_together
+from tests.remedies.rows import Row, Tested, heard_from, in_one_process, run_together
 from tests.support.plans import TwoLayers, problems, shard, transformer, warned
 
 EP = [ExpertParallel(), FullyShard()]
@@ -246,25 +245,21 @@ ROWS = [
     .refuses(lambda: problems("dp_shard=8", [FullyShard(reshard_after_forward=5)]))
     .helps(
         "use {}",
-        lambda: [
-            *problems("dp_shard=8", [FullyShard(reshard_after_forward=2)]),
-            *problems("dp_shard=8", [FullyShard(reshard_after_forward=4)]),
-        ],
+        lambda: problems("dp_shard=8", [FullyShard(reshard_after_forward=2)]),
+        lambda: problems("dp_shard=8", [FullyShard(reshard_after_forward=4)]),
     ),
     Row("{}(offload={}) is not known")
     .refuses(lambda: shard(offload="disk"))
-    .helps("use 'cpu' or None", lambda: [*shard(offload="cpu"), *shard(offload=None)]),
+    .helps("use 'cpu' or None", lambda: shard(offload="cpu"), lambda: shard(offload=None)),
     Row("{}(optimizer={}) is not known; use 'replica' or 'world'")
     .refuses(lambda: replicas(optimizer="all"))
-    .helps("use 'replica' or 'world'", lambda: [*replicas(optimizer="replica"), *replicas(optimizer="world")]),
+    .helps("use 'replica' or 'world'", lambda: replicas(optimizer="replica"), lambda: replicas(optimizer="world")),
     Row("{}(optimizer='world', reshard_after_forward={}) reshards to parts of a replica")
     .refuses(lambda: replicas(optimizer="world", reshard_after_forward=2))
     .helps(
         "use reshard_after_forward=True or False",
-        lambda: [
-            *replicas(optimizer="world", reshard_after_forward=True),
-            *replicas(optimizer="world", reshard_after_forward=False),
-        ],
+        lambda: replicas(optimizer="world", reshard_after_forward=True),
+        lambda: replicas(optimizer="world", reshard_after_forward=False),
     ),
     Row("unit {} mixes dtypes")
     .refuses(lambda: mixed(cast=False))
@@ -284,10 +279,8 @@ ROWS = [
     .refuses(lambda: problems("dp_shard=2", [ActivationCheckpoint(mode="half"), FullyShard()]))
     .helps(
         "use 'full' or 'selective'",
-        lambda: [
-            *problems("dp_shard=2", [ActivationCheckpoint(mode="full"), FullyShard()]),
-            *problems("dp_shard=2", [ActivationCheckpoint(mode="selective"), FullyShard()]),
-        ],
+        lambda: problems("dp_shard=2", [ActivationCheckpoint(mode="full"), FullyShard()]),
+        lambda: problems("dp_shard=2", [ActivationCheckpoint(mode="selective"), FullyShard()]),
     )
     .helps(
         "give a policy",
@@ -335,7 +328,8 @@ ROWS = [
     .refuses(lambda: problems(EP_MESH, EP, Tied(), OWN))
     .helps(
         "use one experts module for both layers, untie them",
-        lambda: [*problems(EP_MESH, EP, shared_experts(), OWN), *own()],
+        lambda: problems(EP_MESH, EP, shared_experts(), OWN),
+        lambda: own(),
     )
     .helps("use a mesh without ep", lambda: shard(Tied(), OWN)),
     Row("{} is a list of {} modules, expected one module with their parameters stacked")
@@ -720,9 +714,7 @@ def heard_of(warnings):
     return tuple(warnings)
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row):
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)
 
 
 @on_ranks(2)

@@ -16,7 +16,6 @@ from pathlib import Path
 from threading import Barrier
 from unittest.mock import patch
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -43,7 +42,7 @@ from meshpar.training.tokenizer import byte_tokenizer
 from meshpar.training.tokens import write_tokens
 from tests.checkpoints.test_export_whole import base_model
 from tests.launchers.test_recipe import SMALL, read
-from tests.remedies.rows import Row, Tested, alone
+from tests.remedies.rows import Row, Tested, in_one_process
 from tests.remedies.test_launchers import file, launched, mix
 
 TEXT = "a line of some text\n" * 100
@@ -544,7 +543,9 @@ ROWS = [
     Row("there is no file {}; give the path of a script")
     .refuses(lambda: launched("absent.py"))
     .helps(
-        "give the path of a script, -m MODULE", lambda: [*launched("train.py"), *launched("http.server", module=True)]
+        "give the path of a script, -m MODULE",
+        lambda: launched("train.py"),
+        lambda: launched("http.server", module=True),
     )
     .helps("a recipe", lambda: launched(file("r.yaml", SMALL))),
     Row("--elastic=replicas does not support {}", result=0)
@@ -663,7 +664,4 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +12,7 @@ from meshpar import FullyShard, ModelLayout, Plan, TensorParallel
 from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.testing import on_ranks
 from tests.passes.test_traps import Rotating, Weights
-from tests.remedies.rows import Row, Tested, alone, run_together
+from tests.remedies.rows import Row, Tested, in_one_process, run_together
 from tests.support.models_for_parity import huggingface, on_meta, transformer
 
 SHARDED = "dp_shard=2", [FullyShard()]
@@ -346,9 +345,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row):
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)
 
 
 @on_ranks(2)

@@ -84,13 +84,9 @@ def optimized(*, after):
     par = Plan("dp_shard=1", [FullyShard()]).apply(module)
     run = trainer(par, MappedSamples([LABELLED] * 4, "labels"), steps=2, accumulate=1)
     again = type(run)(
-        par,
-        CausalLM(),
-        run.data,
-        build_adamw(par.module, AdamWSettings()) if after else early,
-        run.course.planned,
+        par, CausalLM(), run.data, build_adamw(par.module, AdamWSettings()) if after else early, run.course.planned,
         run.settings,
-    )
+    )  # fmt: skip
     return again.run().steps
 
 

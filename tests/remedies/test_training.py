@@ -31,7 +31,7 @@ from meshpar.training.template import TEMPLATES, ChatTemplate, chat_template
 from meshpar.training.text import Reading, TextSource, as_lines
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import TokenFile, prepare_tokenizer, prepare_tokens, write_tokens
-from tests.remedies.rows import Row, Tested, alone
+from tests.remedies.rows import Row, Tested, in_one_process
 from tests.support.plans import transformer
 
 pytest.importorskip("transformers")
@@ -272,10 +272,8 @@ ROWS = [
     .refuses(lambda: balanced(0.1, layout=EXPERTS))
     .helps(
         "use balance_loss, a model with such biases (TransformerConfig(shared_experts=1)",
-        lambda: [
-            *balanced(0.0, 0.1),
-            *balanced(0.1, layout=None, module=transformer(experts=4, qk_norm=True, shared_experts=1)),
-        ],
+        lambda: balanced(0.0, 0.1),
+        lambda: balanced(0.1, layout=None, module=transformer(experts=4, qk_norm=True, shared_experts=1)),
     )
     .helps("name them in ExpertsLayout(router_bias=...)", lambda: balanced(0.1, layout=BALANCED)),
     Row("balance_rate={} needs biases of routers in float32, got {}")
@@ -618,6 +616,4 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", alone(ROWS))
-def test_the_printed_remedy_helps(row):
-    row.run()
+test_the_printed_remedy_helps = in_one_process(ROWS)
