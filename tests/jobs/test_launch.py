@@ -44,7 +44,22 @@ training: {steps: 3, log_every: 1, tensorboard: false}
 
 
 def launch_job(*arguments: Any, **options: Any) -> str:
+    """Launch on two nodes of one rank each, or as the options say."""
+    options = {"nodes": 2, "gpus_per_node": 0, "nproc": 1} | options
     return launching.launch_job(launching.LaunchRequest(*arguments, **options))
+
+
+def meshpar(*words: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def write_commands(folder: Path, **scripts: str) -> str:
+    """Write commands of an engine, and return a PATH that begins with them."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, script in scripts.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / "bin" / name).chmod(0o755)
+    return f"{folder / 'bin'}:{os.environ['PATH']}"
 
 
 @pytest.fixture
@@ -56,18 +71,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def render(target: str, *options: str, mesh: str | None = "auto", nodes: int = 2, nproc: int = 1, **more: Any) -> Path:
-    launch_job(
-        target,
-        "job.yaml",
-        [f"output=runs/{target}"],
-        nodes=nodes,
-        gpus_per_node=0,
-        nproc=nproc,
-        mesh=mesh,
-        options=options,
-        **more,
-    )
+def render(target: str, *options: str, mesh: str | None = "auto", **more: Any) -> Path:
+    launch_job(target, "job.yaml", [f"output=runs/{target}"], mesh=mesh, options=options, **more)
     return latest(Path("runs") / target)
 
 
@@ -97,62 +102,41 @@ def test_a_batch_script_is_complete_and_legal_shell(folder: Path) -> None:
 
 
 def test_a_gpu_job_asks_for_gpus(folder: Path) -> None:
-    text = Path("job.yaml").read_text().replace("device: cpu\n", "")
-    Path("job.yaml").write_text(text)
-    launch_job("slurm", "job.yaml", ["output=runs/gpu"], nodes=2, gpus_per_node=8, mesh="auto,tp=2")
+    Path("job.yaml").write_text(RECIPE.replace("device: cpu\n", ""))
+    launch_job("slurm", "job.yaml", ["output=runs/gpu"], gpus_per_node=8, nproc=None, mesh="auto,tp=2")
     text = (latest(Path("runs/gpu")) / "job.sbatch").read_text()
     assert "#SBATCH --gpus-per-node=8" in text and "--nproc=8" in text
     assert json.loads((latest(Path("runs/gpu")) / "mesh.json").read_text())["mesh"] == "dp_replicate=2,dp_shard=4,tp=2"
 
 
 def test_mesh_auto_makes_hybrid_sharding_of_full(folder: Path) -> None:
-    text = (
-        Path("job.yaml")
-        .read_text()
-        .replace("mesh: dp_replicate=2,dp_shard=1", "mesh: dp_shard=2\npasses: [{FullyShard: {prefetch_forward: 1}}]")
-    )
-    Path("job.yaml").write_text(text)
+    sharded = "mesh: dp_shard=2\npasses: [{FullyShard: {prefetch_forward: 1}}]"
+    Path("job.yaml").write_text(RECIPE.replace("mesh: dp_replicate=2,dp_shard=1", sharded))
     resolved = load_recipe(render("slurm", nproc=2) / "recipe.resolved.yaml")
     assert resolved.passes == ({"HybridShard": {"prefetch_forward": 1}},)
-    output = launch_job("slurm", "job.yaml", ["output=runs/again"], nodes=2, gpus_per_node=0, nproc=2, mesh="auto")
+    output = launch_job("slurm", "job.yaml", ["output=runs/again"], nproc=2, mesh="auto")
     assert "note: mesh auto: FullyShard became HybridShard" in output
 
 
 def test_an_elastic_batch_script_outlives_a_node(folder: Path) -> None:
     text = (render("slurm", elastic="nodes") / "job.sbatch").read_text()
-    assert (
-        "--nodes=1:2 --restarts=10 --rejoin-s=15" in text
-        and "--kill-on-bad-exit=0 --no-kill" in text
-        and "#SBATCH --no-kill" in text
-    )
+    for words in ("--nodes=1:2 --restarts=10 --rejoin-s=15", "--kill-on-bad-exit=0 --no-kill", "#SBATCH --no-kill"):
+        assert words in text
 
 
 def test_the_head_node_is_known_or_the_job_ends(folder: Path) -> None:
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    variables["PATH"] = write_commands(folder, scontrol="exit 1", srun="touch started")
     script = render("slurm") / "job.sbatch"
-    fakes = folder / "bin"
-    fakes.mkdir()
-    (fakes / "scontrol").write_text("#!/bin/bash\nexit 1\n")
-    (fakes / "srun").write_text("#!/bin/bash\ntouch started\n")
-    for fake in fakes.iterdir():
-        fake.chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{fakes}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-    }
-    assert subprocess.run(["bash", script], env=environment, check=False).returncode != 0
+    assert subprocess.run(["bash", script], env=os.environ | variables, check=False).returncode != 0
     assert not (folder / "started").exists()
 
 
 def run_batch(folder: Path, script: Path, code: int, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a batch script whose srun ends with ``code``; what it requeues is written to the file ``requeues``."""
-    fakes = folder / "bin"
-    fakes.mkdir(exist_ok=True)
-    (fakes / "scontrol").write_text('#!/bin/bash\nif [ "$1" = show ]; then echo n1; else echo "$@" >> requeues; fi\n')
-    (fakes / "srun").write_text(f"#!/bin/bash\nexit {code}\n")
-    for fake in fakes.iterdir():
-        fake.chmod(0o755)
-    variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **more}
+    scontrol = 'if [ "$1" = show ]; then echo n1; else echo "$@" >> requeues; fi'
+    variables = {"PATH": write_commands(folder, scontrol=scontrol, srun=f"exit {code}")}
+    variables |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **more}
     return subprocess.run(["bash", script], env=os.environ | variables, check=False, capture_output=True, text=True)
 
 
@@ -179,9 +163,7 @@ def test_requeues_for_failures_have_a_budget_that_time_limits_do_not_use(folder:
 
 
 def test_a_task_of_a_job_array_requeues_itself_alone(folder: Path) -> None:
-    run_batch(
-        folder, render("slurm") / "job.sbatch", 1, SLURM_JOB_ID="7", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3"
-    )
+    run_batch(folder, render("slurm") / "job.sbatch", 1, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
     assert requeues(folder) == ["requeue 7_3"]
 
 
@@ -191,13 +173,10 @@ def test_replicas_are_an_array(folder: Path) -> None:
     assert {"#SBATCH --nodes=1", "#SBATCH --array=0-1", "#SBATCH --exclusive"} <= set(text.splitlines())
     assert '--node-rank="$SLURM_ARRAY_TASK_ID" --head="$MESHPAR_LOGS/head"' in text
     wide = (render("slurm", mesh="dp_replicate=2,dp_shard=3", nodes=6, elastic="replicas") / "job.sbatch").read_text()
-    assert {"#SBATCH --nodes=3", "#SBATCH --array=0-1"} <= set(
-        wide.splitlines()
-    ) and "an array of one task a replica of 3 nodes" in wide
-    assert (
-        '--nodes=6 --restarts=10 \\\n  --node-rank="$((SLURM_ARRAY_TASK_ID * 3 + SLURM_NODEID))" --head="$MESHPAR_LOGS/head"'
-        in wide
-    )
+    assert {"#SBATCH --nodes=3", "#SBATCH --array=0-1"} <= set(wide.splitlines())
+    assert "an array of one task a replica of 3 nodes" in wide
+    rank = '--node-rank="$((SLURM_ARRAY_TASK_ID * 3 + SLURM_NODEID))"'
+    assert f'--nodes=6 --restarts=10 \\\n  {rank} --head="$MESHPAR_LOGS/head"' in wide
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"}
     assert run_batch(folder, script, 75, **task).returncode == 0 and requeues(folder) == ["requeue 7_1"]
     logs = folder / "runs/slurm/logs/7-replicas"
@@ -221,12 +200,10 @@ def test_a_time_limit_leaves_time_before_the_signal(folder: Path) -> None:
 
 
 def test_numbers_of_targets_have_bounds() -> None:
-    for name, text in (
-        ("slurm", "signal_s=0"),
-        ("slurm", "signal_s=65536"),
-        ("kubernetes", "port=0"),
-        ("skypilot", "port=65536"),
-    ):
+    numbers = (
+        ("slurm", "signal_s=0"), ("slurm", "signal_s=65536"), ("kubernetes", "port=0"), ("skypilot", "port=65536"),
+    )  # fmt: skip
+    for name, text in numbers:
         with pytest.raises(LaunchError, match=f"{text.partition('=')[0]} must be an integer from 1"):
             make_target(name, registry.plugin("meshpar.launchers", name), [text])
 
@@ -265,9 +242,8 @@ def test_kubernetes_takes_the_files(folder: Path) -> None:
     assert service["spec"]["clusterIP"] == "None" and job["spec"]["completionMode"] == "Indexed"
     assert recipe["data"]["recipe.yaml"] == (made / "recipe.resolved.yaml").read_text()
     assert {document["metadata"]["namespace"] for document in (service, recipe, job)} == {"team"}
-    assert [rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"]] == ["Ignore", "FailJob"], (
-        "an eviction is no failure"
-    )
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["Ignore", "FailJob"], "an eviction is no failure"
     pod = job["spec"]["template"]["spec"]
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert pod["containers"][0]["resources"]["limits"] == {"memory": "8Gi"}
@@ -297,13 +273,11 @@ def test_a_jobset_restarts_all_pods_together(folder: Path) -> None:
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
     (part,) = jobset["spec"]["replicatedJobs"]
     job = part["template"]["spec"]
-    assert (job["backoffLimit"], job["completions"]) == (0, 2) and "suspend" not in job, (
-        "JobSet suspends its Jobs by itself"
-    )
+    assert (job["backoffLimit"], job["completions"]) == (0, 2)
+    assert "suspend" not in job, "JobSet suspends its Jobs by itself"
     (train,) = job["template"]["spec"]["containers"]
-    assert "--head=my-job-001-node-0-0.my-job-001:29400" in train["command"][2], (
-        "the name that JobSet gives the first pod"
-    )
+    head = "--head=my-job-001-node-0-0.my-job-001:29400"
+    assert head in train["command"][2], "the name that JobSet gives the first pod"
     assert "jobset-uid" in train["env"][0]["valueFrom"]["fieldRef"]["fieldPath"], "equal in all restarts"
     for wrong in (("FailJobSet", "FailAll"), ("replicas:", "replica:")):
         (folder / "broken.yaml").write_text((made / "job.yaml").read_text().replace(*wrong))
@@ -317,9 +291,8 @@ def test_queues_of_kueue_and_volcano(folder: Path) -> None:
     documents = checked(render("kubernetes", "volcano=team-b") / "job.yaml")
     assert documents["PodGroup"]["spec"] == {"minMember": 2, "queue": "team-b"}
     template = documents["Job"]["spec"]["template"]
-    assert template["metadata"]["annotations"] == {
-        "scheduling.k8s.io/group-name": documents["PodGroup"]["metadata"]["name"]
-    }
+    group = documents["PodGroup"]["metadata"]["name"]
+    assert template["metadata"]["annotations"] == {"scheduling.k8s.io/group-name": group}
     assert template["spec"]["schedulerName"] == "volcano"
     assert "PodGroup" in checked(render("kubernetes", "volcano=team-b", "jobset=true") / "job.yaml")
 
@@ -364,23 +337,14 @@ def test_the_commands_run_as_two_hosts(folder: Path) -> None:
             mounted.mkdir()
             (mounted / "recipe.yaml").write_text(config["data"]["recipe.yaml"])
             homeless = ["env", "--unset=HOME", "--unset=USER"]
-            command = [
-                *homeless,
-                *(
-                    word.replace("/job/", f"{mounted}/")
-                    for word in job["spec"]["template"]["spec"]["containers"][0]["command"]
-                ),
-            ]
+            command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+            command = [*homeless, *(word.replace("/job/", f"{mounted}/") for word in command)]
             run_as_hosts(hosts, folder, command, [{"JOB_COMPLETION_INDEX": str(node)} for node in range(2)])
 
             trainer = yaml.safe_load((made["trainjob"] / "job.yaml").read_text())["spec"]["trainer"]
             common = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "29402"}
-            run_as_hosts(
-                hosts,
-                folder,
-                [*homeless, *trainer["command"], *trainer["args"]],
-                [{**common, "PET_NODE_RANK": str(n)} for n in range(2)],
-            )
+            command = [*homeless, *trainer["command"], *trainer["args"]]
+            run_as_hosts(hosts, folder, command, [{**common, "PET_NODE_RANK": str(n)} for n in range(2)])
     except Unavailable as reason:
         pytest.skip(str(reason))
     for target, at in made.items():
@@ -391,35 +355,25 @@ def test_the_commands_run_as_two_hosts(folder: Path) -> None:
 def test_skypilots_command_says_where_a_node_is(folder: Path) -> None:
     task = yaml.safe_load((render("skypilot", "port=29401") / "job.yaml").read_text())
     assert task["num_nodes"] == 2 and "accelerators" not in task["resources"]
-    fakes = folder / "bin"
-    fakes.mkdir()
-    (fakes / "meshpar").write_text('#!/bin/bash\necho "$@"; cat "${@: -1}"\n')
-    (fakes / "meshpar").chmod(0o755)
-    variables = {
-        "PATH": f"{fakes}:{os.environ['PATH']}",
-        "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
-        "SKYPILOT_NODE_RANK": "1",
-    }
-    done = subprocess.run(
-        ["bash", "-c", task["run"]], env=os.environ | variables, capture_output=True, text=True, check=True
-    )
-    said, _, recipe = done.stdout.partition("\n")
+    variables = {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NODE_RANK": "1"}
+    variables["PATH"] = write_commands(folder, meshpar='echo "$@"; cat "${@: -1}"')
+    printed = subprocess.check_output(["bash", "-c", task["run"]], env=os.environ | variables, text=True)
+    said, _, recipe = printed.partition("\n")
     assert said.startswith("run --nodes=2 --nproc=1 --node-rank=1 --head=10.0.0.7:29401 ")
     assert recipe == (latest(folder / "runs" / "skypilot") / "recipe.resolved.yaml").read_text()
 
 
 def test_skypilots_gpus_are_counted_once(folder: Path) -> None:
-    render_on_gpus = partial(launch_job, "skypilot", "job.yaml", nodes=2, gpus_per_node=8, mesh="auto")
-    fields = ["output=runs/gpus", "device=auto"]
+    fields, gpus = ["output=runs/gpus", "device=auto"], {"gpus_per_node": 8, "nproc": None, "mesh": "auto"}
     for written in ("H100", "H100:8"):
-        render_on_gpus(fields, options=[f"accelerators={written}"])
+        launch_job("skypilot", "job.yaml", fields, options=[f"accelerators={written}"], **gpus)
         task = yaml.safe_load((latest(Path("runs/gpus")) / "job.yaml").read_text())
         assert task["resources"]["accelerators"] == "H100:8"
 
 
 def test_problems_are_found_before_anything_is_written(folder: Path) -> None:
     with pytest.raises(PlanError, match="the recipe has device: cpu and the job has 8 GPUs"):
-        launch_job("slurm", "job.yaml", ["output=runs/x"], nodes=1, gpus_per_node=8, mesh="dp_shard=8")
+        launch_job("slurm", "job.yaml", ["output=runs/x"], nodes=1, gpus_per_node=8, nproc=None, mesh="dp_shard=8")
     with pytest.raises(LaunchError, match="--elastic requires the target slurm"):
         render("kubernetes", elastic="nodes")
     for wanted, more, match in (
@@ -428,25 +382,16 @@ def test_problems_are_found_before_anything_is_written(folder: Path) -> None:
         ("replicas", {"mesh": "dp_replicate=3,dp_shard=2", "nodes": 2, "nproc": 3}, "3 replicas on 2 nodes"),
     ):
         with pytest.raises((LaunchError, MeshError), match=match):
-            launch_job(
-                "slurm", "job.yaml", [], **{"nodes": 1, "gpus_per_node": 0, "nproc": 2, "elastic": wanted, **more}
-            )
+            launch_job("slurm", "job.yaml", [], **{"nodes": 1, "nproc": 2, "elastic": wanted, **more})
     with pytest.raises(LaunchError, match="--elastic=replicas is for recipes"):
-        launch_job("slurm", __file__, [], nodes=2, gpus_per_node=0, nproc=1, elastic="replicas")
+        launch_job("slurm", __file__, [], elastic="replicas")
     with pytest.raises(MeshError, match="needs 2 ranks, got 4"):
         render("slurm", mesh=None, nproc=2)
     with pytest.raises(LaunchError, match="ranks per node is 0"):
-        launch_job("slurm", "job.yaml", [], nodes=2, gpus_per_node=0)
+        launch_job("slurm", "job.yaml", [], nproc=None)
     with pytest.raises(LaunchError, match="skypilot requires the name of the GPUs"):
-        make_target("skypilot", registry.plugin("meshpar.launchers", "skypilot"), []).render(_with_gpus())
+        launch_job("skypilot", "job.yaml", ["device=auto"], gpus_per_node=8, nproc=None, mesh="auto")
     assert not Path("runs").exists()
-
-
-def _with_gpus() -> Any:
-    from meshpar.launchers.targets.job import Job
-
-    return Job(name="x", run=Path("/x"), folder=Path("/x"), mesh=MeshSpec("dp_shard=8"), nodes=1, gpus_per_node=8, ranks_per_node=8,
-               elastic="", command=())  # fmt: skip
 
 
 def test_each_launch_has_a_folder_of_its_own(folder: Path) -> None:
@@ -458,47 +403,31 @@ def test_each_launch_has_a_folder_of_its_own(folder: Path) -> None:
 
 
 def test_a_script_is_run_here_before_its_job_is_rendered(folder: Path) -> None:
-    launch_script = partial(launch_job, "slurm", "train.py", ["--lr", "3"], nodes=2, gpus_per_node=0, nproc=2)
-    (folder / "train.py").write_text(
-        "import sys; sys.exit(0 if sys.argv[1:] == ['--lr', '3', '--dry-run', 'a b'] else 3)"
-    )
+    launch_script = partial(launch_job, "slurm", "train.py", ["--lr", "3"], nproc=2)
+    expected = "['--lr', '3', '--dry-run', 'a b']"
+    (folder / "train.py").write_text(f"import sys; sys.exit(0 if sys.argv[1:] == {expected} else 3)")
     output = launch_script()
     assert output.startswith("train: 4 ranks on 2 x 2\n")
     assert "note: the script is not checked here; --check ARGUMENTS" in output
     assert "not checked" not in launch_script(check="--dry-run 'a b'")
     launches = len(list(Path("runs/train/launches").iterdir()))
-    with pytest.raises(
-        LaunchError, match=r"the check train.py --lr 3 --wet ended with exit code 3; correct the script"
-    ):
+    with pytest.raises(LaunchError, match=r"check train.py --lr 3 --wet ended with exit code 3; correct the script"):
         launch_script(check="--wet")
     assert len(list(Path("runs/train/launches").iterdir())) == launches == 2
 
 
 def test_a_script_is_launched_with_its_arguments(folder: Path) -> None:
     (folder / "train.py").write_text("")
-    (folder / "bin").mkdir()
-    (folder / "bin" / "meshpar").write_text('#!/bin/bash\nprintf "%s|" "$@"\n')
-    (folder / "bin" / "srun").write_text('#!/bin/bash\nexec "${@:2}"\n')
-    (folder / "bin" / "scontrol").write_text("#!/bin/bash\necho n1\n")
-    for fake in (folder / "bin").iterdir():
-        fake.chmod(0o755)
-    variables = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n1",
-        "SLURM_NODEID": "0",
-        "JOB_COMPLETION_INDEX": "0",
-        "SKYPILOT_TASK_ID": "t",
-    }
-    environment = os.environ | variables | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SKYPILOT_NODE_IPS": "n1"}
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NODEID": "0", "JOB_COMPLETION_INDEX": "0"}
+    variables |= {"SKYPILOT_TASK_ID": "t", "SKYPILOT_NODE_IPS": "n1"}
+    variables["PATH"] = write_commands(folder, meshpar='printf "%s|" "$@"', srun='exec "${@:2}"', scontrol="echo n1")
     for what, module, message in (
         ("train.py", False, "train.py|--lr|3 '4|"),
         ("jobs.train", True, "-m|jobs.train|--lr|3 '4|"),
     ):
         for target in ("slurm", "kubernetes", "trainjob", "skypilot"):
             options = [f"meshpar={folder / 'bin' / 'meshpar'}"] if target == "slurm" else []
-            launch_job(
-                target, what, ["--lr", "3 '4"], nodes=2, gpus_per_node=0, nproc=2, options=options, module=module
-            )
+            launch_job(target, what, ["--lr", "3 '4"], nproc=2, options=options, module=module)
             made = latest(Path("runs/train"))
             *_, job = yaml.safe_load_all((made / "job.yaml").read_text()) if target != "slurm" else [None]
             command = {
@@ -507,23 +436,21 @@ def test_a_script_is_launched_with_its_arguments(folder: Path) -> None:
                 "trainjob": lambda job: [*job["spec"]["trainer"]["command"], *job["spec"]["trainer"]["args"]],
                 "skypilot": lambda job: ["bash", "-c", job["run"]],
             }[target](job)
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            assert done.stdout.startswith("run|") and done.stdout.endswith(message), (target, done)
+            printed = subprocess.check_output(command, env=os.environ | variables, text=True)
+            assert printed.startswith("run|") and printed.endswith(message), (target, printed)
             assert not (made / "mesh.json").exists(), "a script makes its own mesh"
-    for options, refused in (
-        ({"mesh": "auto"}, "--mesh is for recipes"),
-        ({"preflight": "fail"}, "--preflight is for recipes"),
+    for script, options, refused in (
+        ("train.py", {"mesh": "auto"}, "--mesh is for recipes"),
+        ("train.py", {"preflight": "fail"}, "--preflight is for recipes"),
+        ("absent.py", {}, r"there is no file absent\.py"),
     ):
         with pytest.raises(LaunchError, match=refused):
-            launch_job("slurm", "train.py", [], nodes=2, gpus_per_node=8, **options)
-    with pytest.raises(LaunchError, match=r"there is no file absent\.py"):
-        launch_job("slurm", "absent.py", [], nodes=2, gpus_per_node=8)
+            launch_job("slurm", script, [], **options)
 
 
 def test_further_options_of_sbatch_are_passed_on_and_those_that_meshpar_writes_are_not(folder: Path) -> None:
-    lines = (
-        (render("slurm", "sbatch=--mem=0 --exclude=n7", "sbatch=--array=0-9%1") / "job.sbatch").read_text().splitlines()
-    )
+    script = render("slurm", "sbatch=--mem=0 --exclude=n7", "sbatch=--array=0-9%1") / "job.sbatch"
+    lines = script.read_text().splitlines()
     assert {"#SBATCH --mem=0", "#SBATCH --exclude=n7", "#SBATCH --array=0-9%1"} <= set(lines)
     messages = {
         "-x n7": "'-x' is not a long option", "--mem 0": "'0' is not a long option", "--time=5:00": "write -o time=5:00",
@@ -576,25 +503,21 @@ def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> N
 
 def test_files_of_the_cluster_are_checked_there_and_the_launch_says_so(folder: Path) -> None:
     there = ["data.paths=[/cluster/text]", "model.weights=/cluster/weights", "output=runs/x"]
-    shape = {"nodes": 2, "gpus_per_node": 0, "nproc": 1, "mesh": "auto"}
-    output = launch_job("kubernetes", "job.yaml", there, **shape)
+    output = launch_job("kubernetes", "job.yaml", there, mesh="auto")
     assert "note: data.paths: /cluster/text is not on this machine; the job checks it when it starts" in output
     assert "note: model.weights: /cluster/weights is not on this machine; the job checks it when it starts" in output
     with pytest.raises(RecipeError, match="weights: /cluster/weights does not exist"):
-        launch_job("slurm", "job.yaml", there, **shape)
+        launch_job("slurm", "job.yaml", there, mesh="auto")
     with pytest.raises(PlanError, match=r"tp"):
-        launch_job("kubernetes", "job.yaml", there, **{**shape, "nodes": 1, "nproc": 3, "mesh": "tp=3"})
+        launch_job("kubernetes", "job.yaml", there, nodes=1, nproc=3, mesh="tp=3")
     model = ["model={kind: huggingface, config: /cluster/llama}", "passes=[HybridShard]"]
-    assert "note: the plan is checked when the job starts" in launch_job(
-        "kubernetes", "job.yaml", [*there[::2], *model], **shape
-    )
+    output = launch_job("kubernetes", "job.yaml", [*there[::2], *model], mesh="auto")
+    assert "note: the plan is checked when the job starts" in output
 
 
 def test_a_job_whose_checkpoints_would_be_lost_with_its_pods_says_so(folder: Path) -> None:
     def notes(*arguments: str, options: tuple[str, ...] = ()) -> str:
-        return launch_job(
-            "kubernetes", "job.yaml", arguments, nodes=2, gpus_per_node=0, nproc=1, mesh="auto", options=options
-        )
+        return launch_job("kubernetes", "job.yaml", arguments, mesh="auto", options=options)
 
     assert "note: without -o claim=NAME, /workspace is a folder that each pod has for itself" in notes()
     assert "claim" not in notes(options=("claim=runs",))
@@ -605,16 +528,7 @@ def test_two_runs_have_folders_of_their_own_in_a_bucket(folder: Path) -> None:
     mounts = []
     elsewhere = folder.with_name(f"{folder.name}-2")
     for output in ("runs/a", "runs/b", elsewhere / "a", elsewhere / "b"):
-        launch_job(
-            "skypilot",
-            "job.yaml",
-            [f"output={output}"],
-            nodes=2,
-            gpus_per_node=0,
-            nproc=1,
-            mesh="auto",
-            options=["bucket=s3://b"],
-        )
+        launch_job("skypilot", "job.yaml", [f"output={output}"], mesh="auto", options=["bucket=s3://b"])
         mounts.append(yaml.safe_load((latest(Path(output)) / "job.yaml").read_text())["file_mounts"])
     places = {f"~/sky_workdir/runs/{name}": f"s3://b/runs/{name}" for name in "ab"} | {
         f"{elsewhere}/{name}": f"s3://b{elsewhere}/{name}" for name in "ab"
@@ -641,9 +555,7 @@ HARD = "a: [b\n#SBATCH --nodes=9 'c\"\\"
 
 
 @pytest.mark.parametrize("target", ["slurm", "kubernetes", "trainjob", "skypilot"])
-def test_no_text_changes_the_structure_of_a_job_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
+def test_no_text_changes_the_structure_of_a_job_file(folder: Path, monkeypatch: Any, target: str) -> None:
     """A line break is refused where a job file has one line, and text is quoted elsewhere."""
     cls = registry.plugin("meshpar.launchers", target)
     for name, hint in get_type_hints(cls).items():
@@ -651,7 +563,7 @@ def test_no_text_changes_the_structure_of_a_job_file(
             with pytest.raises(LaunchError, match="expected one line without control characters"):
                 make_target(target, cls, [f"{name}={HARD}"])
     with pytest.raises(LaunchError, match=r"the run's name is 'a\\nb'"):
-        launch_job(target, "job.yaml", ['name="a\\nb"'], nodes=2, gpus_per_node=0, nproc=1, mesh="auto")
+        launch_job(target, "job.yaml", ['name="a\\nb"'], mesh="auto")
     monkeypatch.setattr(sys, "argv", ["meshpar", "launch", HARD])
     hard = HARD.replace("\n", " ")
     options = {
@@ -659,15 +571,12 @@ def test_no_text_changes_the_structure_of_a_job_file(
         "kubernetes": [f"image={hard}", f"claim={hard}", f"workdir={hard}"],
     }[target]  # fmt: skip
     made = render(target, *options)
-    words = subprocess.run(
-        ["bash", "-c", f"printf '%s|' {(made / 'command.txt').read_text()}"], capture_output=True, text=True, check=True
-    )
-    assert words.stdout == f"meshpar|launch|{HARD}|"
+    command = (made / "command.txt").read_text()
+    words = subprocess.check_output(["bash", "-c", f"printf '%s|' {command}"], text=True)
+    assert words == f"meshpar|launch|{HARD}|"
     if target == "slurm":
         text = (made / "job.sbatch").read_text()
-        assert "--nodes=9" not in text.partition("set -eo pipefail")[0].replace(
-            (made / "command.txt").read_text().strip(), ""
-        )
+        assert "--nodes=9" not in text.partition("set -eo pipefail")[0].replace(command.strip(), "")
         return
     documents = list(yaml.safe_load_all((made / "job.yaml").read_text()))
     assert any(hard in text for text in _texts(documents))
@@ -695,19 +604,10 @@ def test_setup_runs_as_scripts_of_conda_expect(folder: Path) -> None:
     [("/my env/meshpar", "/my env/meshpar"), ("~/$E/meshpar", "/home/me/env/meshpar"), ('/"`\\x', '/"`\\x')],
 )
 def test_the_command_on_the_nodes_is_one_word(folder: Path, path: str, word: str) -> None:
-    (line,) = [
-        line
-        for line in (render("slurm", f"meshpar={path}") / "job.sbatch").read_text().splitlines()
-        if line.startswith("export MESHPAR=")
-    ]
-    done = subprocess.run(
-        ["bash", "-c", f'{line}; printf %s "$MESHPAR"'],
-        env={"HOME": "/home/me", "E": "env"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == word
+    lines = (render("slurm", f"meshpar={path}") / "job.sbatch").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("export MESHPAR=")]
+    command, variables = ["bash", "-c", f'{line}; printf %s "$MESHPAR"'], {"HOME": "/home/me", "E": "env"}
+    assert subprocess.check_output(command, env=variables, text=True) == word
 
 
 def test_submission_without_the_engine_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -717,10 +617,8 @@ def test_submission_without_the_engine_is_told(folder: Path, monkeypatch: pytest
 
 
 def test_the_command_tells_what_it_made(folder: Path) -> None:
-    arguments = [
-        "launch", "slurm", "job.yaml", "--nodes", "2", "--gpus-per-node", "0", "--nproc", "2", "--mesh", "auto",
-    ]  # fmt: skip
-    done = CliRunner().invoke(app, arguments)
+    shape = ("--nodes", 2, "--gpus-per-node", 0, "--nproc", 2, "--mesh", "auto")
+    done = meshpar("launch", "slurm", "job.yaml", *shape)
     assert done.exit_code == 0, done.output
     assert done.output.startswith("My_Job: 4 ranks, dp_replicate=2,dp_shard=2 on 2 x 2\n")
     assert f"submit it: sbatch {folder}/runs/My_Job/launches/001/job.sbatch" in done.output
@@ -765,19 +663,11 @@ def test_ranks_that_make_no_legal_mesh_are_refused(folder: Path) -> None:
     ],
 )
 def test_the_batch_of_an_elastic_job_is_kept_or_its_change_is_told(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mesh: str,
-    micro_batch: int,
-    accumulate: int,
-    left: int,
-    now: tuple[object, ...],
-    message: str,
+    folder, monkeypatch, mesh, micro_batch, accumulate, left, now, message
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    recipe = load_recipe(
-        "job.yaml", [f"mesh={mesh}", f"data.micro_batch={micro_batch}", f"data.accumulate={accumulate}"]
-    )
+    batch = [f"data.micro_batch={micro_batch}", f"data.accumulate={accumulate}"]
+    recipe = load_recipe("job.yaml", [f"mesh={mesh}", *batch])
     fitted = build.fit_recipe(recipe, left, 4)
     assert (fitted.mesh, fitted.data.micro_batch, fitted.data.accumulate) == now
     assert message in fitted.notes[-1]
@@ -792,7 +682,7 @@ def test_a_preflight_of_another_name_is_refused_before_anything_is_rendered(fold
 
 
 def test_the_launch_advises_its_own_options(folder: Path) -> None:
-    output = CliRunner().invoke(app, ["launch", "slurm", "--help"]).output
+    output = meshpar("launch", "slurm", "--help").output
     assert "Options of slurm, as -o KEY=VALUE:" in output
     assert "signal_s: seconds before" in output
     assert "Options of skypilot" not in output
@@ -803,22 +693,14 @@ def test_the_tasks_of_a_batch_script_run_in_a_container(folder: Path, container:
     with pytest.raises(LaunchError, match="container=docker: expected pyxis or apptainer"):
         render("slurm", "image=x", "container=docker")
     made = render("slurm", "image=team/train:1", f"container={container}", "mounts=/data", "mounts=/scratch/a b:/tmp")
-    fakes = folder / "bin"
-    fakes.mkdir()
-    (fakes / "scontrol").write_text("#!/bin/bash\necho n1\n")
-    (fakes / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
-    for fake in fakes.iterdir():
-        fake.chmod(0o755)
-    environment = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
-    words = subprocess.run(
-        ["bash", made / "job.sbatch"], env=environment, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    variables = {"PATH": write_commands(folder, scontrol="echo n1", srun='printf "%s\\n" "$@"')}
+    variables |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    words = subprocess.check_output(["bash", made / "job.sbatch"], env=variables, text=True).splitlines()
     run, mounts = f"{folder}/runs/slurm", ["/data", "/scratch/a b:/tmp"]
     expected = {
         "pyxis": [
-            "--container-image=team/train:1",
-            f"--container-mounts={folder}:{folder},{run}:{run},/data:/data,/scratch/a "
-            "b:/tmp", f"--container-workdir={folder}",
+            "--container-image=team/train:1", f"--container-mounts={folder}:{folder},{run}:{run},/data:/data,/scratch/a b:/tmp",
+            f"--container-workdir={folder}",
         ],
         "apptainer": ["apptainer", "exec", "--bind", ",".join([str(folder), run, *mounts]), "--pwd", str(folder), "team/train:1"],
     }[container]  # fmt: skip
@@ -829,14 +711,9 @@ def test_the_tasks_of_a_batch_script_run_in_a_container(folder: Path, container:
 def test_jobs_of_a_slurm_that_has_forgotten_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By sacct where there is accounting; else by what the job itself left."""
     made = [folder / render("slurm") for _ in range(4)]
-    fakes = folder / "bin"
-    fakes.mkdir()
-    (fakes / "squeue").write_text(f"#!/bin/bash\necho '9|PENDING|{made[2]}/job.sbatch'\n")
-    (fakes / "sacct").write_text('#!/bin/bash\n[ -e accounting ] && printf "%s\\n" "7|TIMEOUT"\n')
-    (fakes / "scancel").write_text('#!/bin/bash\necho "$@" >> cancelled\n')
-    for fake in fakes.iterdir():
-        fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
+    sacct, scancel = '[ -e accounting ] && printf "%s\\n" "7|TIMEOUT"', 'echo "$@" >> cancelled'
+    squeue = f"echo '9|PENDING|{made[2]}/job.sbatch'"
+    monkeypatch.setenv("PATH", write_commands(folder, squeue=squeue, sacct=sacct, scancel=scancel))
     for number, at in ((7, made[0]), (8, made[1])):
         (at / f"slurm-{number}.out").touch()
     (folder / "runs" / "slurm" / "logs" / "8-0").mkdir()
@@ -844,15 +721,15 @@ def test_jobs_of_a_slurm_that_has_forgotten_them(folder: Path, monkeypatch: pyte
     assert states("runs") == ["7 ended", "8 COMPLETED", "9 PENDING", "- not submitted"]
     (folder / "accounting").touch()
     assert states("runs")[:2] == ["7 TIMEOUT", "8 COMPLETED"]
-    assert CliRunner().invoke(app, ["jobs", "cancel", str(made[2])]).output == "cancelled 9\n"
+    assert meshpar("jobs", "cancel", made[2]).output == "cancelled 9\n"
     assert (folder / "cancelled").read_text() == "9\n"
-    refused = CliRunner().invoke(app, ["jobs", "cancel", "runs/slurm"])
+    refused = meshpar("jobs", "cancel", "runs/slurm")
     assert refused.exit_code == 1 and "runs/slurm/launches/004 cannot be cancelled: not submitted" in refused.output
-    assert "has not started" in CliRunner().invoke(app, ["jobs", "logs", "runs/slurm"]).output
-    assert "no launches in elsewhere" in CliRunner().invoke(app, ["jobs", "ls", "elsewhere"]).output
-    (fakes / "squeue").write_text("#!/bin/bash\nexec sleep 60\n")
+    assert "has not started" in meshpar("jobs", "logs", "runs/slurm").output
+    assert "no launches in elsewhere" in meshpar("jobs", "ls", "elsewhere").output
+    write_commands(folder, squeue="exec sleep 60")
     monkeypatch.setattr("meshpar.launchers.targets.slurm.ask", lambda command: job_module.ask(command, limit_s=0.2))
-    output = CliRunner().invoke(app, ["jobs", "ls"]).output
+    output = meshpar("jobs", "ls").output
     assert "note: squeue did not answer within 0 s" in output and "?" in output
 
 
@@ -864,14 +741,14 @@ def test_the_thousandth_launch_is_newer_than_the_one_before(tmp_path: Path, monk
         note = {"target": "skypilot", "options": [], "file": "job.yaml", "label": f"r-{number}"}
         (folder / "launch.json").write_text(json.dumps(note))
     monkeypatch.setattr("meshpar.launchers.targets.skypilot.ask", lambda command: "[]")
-    output = CliRunner().invoke(app, ["jobs", "ls"]).output
+    output = meshpar("jobs", "ls").output
     assert re.findall(r"launches/(\d+)", output) == ["998", "999", "1000"]
-    assert CliRunner().invoke(app, ["jobs", "status", "runs/r"]).output.startswith("runs/r/launches/1000: ")
+    assert meshpar("jobs", "status", "runs/r").output.startswith("runs/r/launches/1000: ")
 
 
 def states(root: str) -> list[str]:
     """Number and state of each launch, as `meshpar jobs ls` prints them."""
-    lines = CliRunner().invoke(app, ["jobs", "ls", root]).output.splitlines()[1:]
+    lines = meshpar("jobs", "ls", root).output.splitlines()[1:]
     return [" ".join(line.split()[2:]) for line in lines]
 
 
@@ -910,18 +787,12 @@ class ApiServer(http.server.BaseHTTPRequestHandler):
         elif path.endswith("/pods"):
             selected = urllib.parse.parse_qs(self.path.partition("?")[2])["labelSelector"][0]
             pods = [resource for resource in self.objects.values() if resource["kind"] == "Pod"]
-            pods = [
-                resource
-                for resource in pods
-                if selected in [f"{key}={value}" for key, value in resource["metadata"]["labels"].items()]
-            ]
-            self.answer({"kind": "PodList", "apiVersion": "v1", "items": pods})
+            labels = [[f"{key}={value}" for key, value in pod["metadata"]["labels"].items()] for pod in pods]
+            chosen = [pod for pod, words in zip(pods, labels) if selected in words]
+            self.answer({"kind": "PodList", "apiVersion": "v1", "items": chosen})
         else:
-            self.answer(
-                self.objects.get(
-                    path, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
-                )
-            )
+            absent = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+            self.answer(self.objects.get(path, absent))
 
     def do_DELETE(self) -> None:
         self.deleted.append(self.path.partition("?")[0].strip("/"))
@@ -942,14 +813,7 @@ class ApiServer(http.server.BaseHTTPRequestHandler):
     ("jobset=false", "batch/v1/namespaces/team/jobs", "batch.kubernetes.io/job-name"),
     ("jobset=true", "jobset.x-k8s.io/v1alpha2/namespaces/team/jobsets", "jobset.sigs.k8s.io/jobset-name"),
 ])  # fmt: skip
-def test_jobs_of_kubernetes_by_the_real_kubectl(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    option: str,
-    plural: str,
-    label: str,
-) -> None:
+def test_jobs_of_kubernetes_by_the_real_kubectl(folder, monkeypatch, capfd, option, plural, label) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     monkeypatch.setattr(ApiServer, "objects", {})
@@ -966,60 +830,50 @@ def test_jobs_of_kubernetes_by_the_real_kubectl(
         assert states("runs") == ["my-job-001 not submitted", "my-job-002 not submitted"]
         running = {**documents[-1], "status": {"ready": 2, "replicatedJobsStatus": [{"name": "node", "ready": 1}]}}
         ApiServer.objects[f"apis/{plural}/my-job-001"] = running
-        pods = [
-            {"metadata": {"name": f"p{node}", "namespace": "team", "labels": {label: "my-job-001"}}}
-            for node in range(2)
-        ]
-        for resource in pods:
-            pod = {"kind": "Pod", "apiVersion": "v1", **resource, "spec": {"containers": [{"name": "train"}]}}
-            ApiServer.objects[f"api/v1/namespaces/team/pods/{resource['metadata']['name']}"] = pod
+        for name in ("p0", "p1"):
+            metadata = {"name": name, "namespace": "team", "labels": {label: "my-job-001"}}
+            pod = {"kind": "Pod", "apiVersion": "v1", "metadata": metadata, "spec": {"containers": [{"name": "train"}]}}
+            ApiServer.objects[f"api/v1/namespaces/team/pods/{name}"] = pod
         assert states("runs") == ["my-job-001 Running", "my-job-002 not submitted"]
         running["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
         assert states("runs")[0] == "my-job-001 Failed"
-        output = CliRunner().invoke(app, ["jobs", "status", str(first)]).output
+        output = meshpar("jobs", "status", first).output
         assert "runs/kubernetes/launches/001: kubernetes my-job-001, Failed" in output
-        assert "p0" in output
-        assert "p1" in output
+        assert "p0" in output and "p1" in output
         with pytest.raises(SystemExit) as left:
             app(["jobs", "logs", str(first)])
         printed = capfd.readouterr().out.splitlines()
         assert left.value.code == 0 and sorted(printed) == [f"[pod/p{node}/train] said in p{node}" for node in range(2)]
-        assert CliRunner().invoke(app, ["jobs", "cancel", str(second)]).exit_code == 1, "it was never submitted"
+        assert meshpar("jobs", "cancel", second).exit_code == 1, "it was never submitted"
         assert ApiServer.deleted == []
-        assert CliRunner().invoke(app, ["jobs", "cancel", str(first)]).exit_code == 0
+        assert meshpar("jobs", "cancel", first).exit_code == 0
         assert f"apis/{plural}/my-job-001" in ApiServer.deleted
         assert "api/v1/namespaces/team/configmaps/my-job-001-recipe" in ApiServer.deleted
         server.shutdown()
-    output = CliRunner().invoke(app, ["jobs", "status", str(first)])
+    output = meshpar("jobs", "status", first)
     assert output.exit_code == 1 and "refused" in output.output
     monkeypatch.setenv("PATH", "/nowhere")
-    output = CliRunner().invoke(app, ["jobs", "status", str(first)])
+    output = meshpar("jobs", "status", first)
     assert "kubectl is not installed here; on a machine that has it, run: kubectl get" in output.output
 
 
 def test_kubectl_is_what_hands_kubernetes_files_over() -> None:
     target = make_target("kubernetes", registry.plugin("meshpar.launchers", "kubernetes"), [])
-    assert target.submit(Path("job.yaml")) == ["kubectl", "create", "-f", "job.yaml"], (
-        "which changes no object that exists"
-    )
+    command = ["kubectl", "create", "-f", "job.yaml"]
+    assert target.submit(Path("job.yaml")) == command, "which changes no object that exists"
 
 
 def test_jobs_of_skypilot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The options are those of skypilot 0.14; it has one name for all starts of a launch."""
     first = render("skypilot")
     render("skypilot")
-    (folder / "bin").mkdir()
-    rows = [
-        {"job_id": number, "job_name": "my-job-001", "status": status}
-        for number, status in ((9, "RUNNING"), (4, "FAILED"))
-    ]
-    (folder / "rows").write_text(json.dumps([*rows, {"job_id": 8, "job_name": None, "status": None}]))
-    (folder / "bin" / "sky").write_text('#!/bin/bash\necho "$@" >> said\n[ "$2" != queue ] || cat rows\n')
-    (folder / "bin" / "sky").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    rows = ((9, "my-job-001", "RUNNING"), (4, "my-job-001", "FAILED"), (8, None, None))
+    (folder / "rows").write_text(json.dumps([dict(zip(("job_id", "job_name", "status"), row)) for row in rows]))
+    sky = 'echo "$@" >> said\n[ "$2" != queue ] || cat rows'
+    monkeypatch.setenv("PATH", write_commands(folder, sky=sky))
     assert states("runs") == ["my-job-001 RUNNING", "my-job-002 not submitted"]
     for command in ("status", "logs", "cancel"):
-        assert CliRunner().invoke(app, ["jobs", command, str(first)]).exit_code == 0
+        assert meshpar("jobs", command, first).exit_code == 0
     queue, name = "jobs queue --all --output=json", "--name=my-job-001"
     said = [queue, queue, "jobs queue", f"jobs logs --no-follow {name}", queue, f"jobs cancel --yes {name}"]
     assert (folder / "said").read_text().splitlines() == said

@@ -44,14 +44,33 @@ from meshpar.launchers.jobs.job import _new_steps_noted
 from meshpar.launchers.recipes.loading import load_recipe
 from tests.support.patience import patient, until
 
+ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-m", "meshpar.launchers", "run"]
 
 
-def run(folder: Path, script: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, script: str, *options: str, arguments: tuple[str, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
     (folder / "job.py").write_text(script)
-    return subprocess.run(
-        [*RUN, *options, "job.py", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=150
-    )
+    return command(folder, *RUN, *options, "job.py", *arguments, **variables)
+
+
+def command(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | variables
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=150)
+
+
+def run_script(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own, with the folder as its first argument."""
+    (folder / "script.py").write_text(text)
+    path = str(folder / "script.py")
+    return command(ROOT, sys.executable, "-m", "tests.support.script", path, str(folder), *arguments)
+
+
+def start(folder: Path, script: str, *options: str, **variables: str) -> subprocess.Popen[str]:
+    (folder / "job.py").write_text(script)
+    words = [*RUN, *options, "job.py"]
+    return subprocess.Popen(words, cwd=folder, env=os.environ | variables, stderr=subprocess.PIPE, text=True)
 
 
 def logs(folder: Path) -> dict[str, str]:
@@ -97,9 +116,8 @@ def test_the_first_failing_rank_is_shown_and_no_other(tmp_path: Path) -> None:
     )
     done = run(tmp_path, script, "--nproc", "3")
     assert done.returncode == 1
-    assert done.stderr.startswith(
-        'meshpar: rank 2 failed with ValueError: only 2\nTraceback (most recent call last):\n  File "job.py", line 4'
-    )
+    first = "meshpar: rank 2 failed with ValueError: only 2\nTraceback (most recent call last):\n"
+    assert done.stderr.startswith(f'{first}  File "job.py", line 4')
     assert done.stderr.count("Traceback") == 1
     assert "only 0" not in done.stderr and "elastic" not in done.stderr
 
@@ -118,9 +136,7 @@ def test_the_first_failing_rank_is_shown_and_no_other(tmp_path: Path) -> None:
         ("ctypes.CDLL(None)._exit(5)", "meshpar: rank 1 ended with exit code 5 and without a Python error"),
     ],
 )
-def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(
-    tmp_path: Path, end: str, message: str
-) -> None:
+def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(tmp_path, end, message) -> None:
     script = (
         "import ctypes, glob, os, sys, time, torch.distributed as dist, meshpar\n"
         "with meshpar.distributed('cpu'):\n"
@@ -164,9 +180,8 @@ def test_a_full_disk_of_logs_ends_no_job_and_hides_no_error(tmp_path: Path) -> N
     )
     options = ("--nproc", "2", "--logs", "logs", "--run-id", "x")
     assert run(tmp_path, script, *options).returncode == 0
-    assert run(tmp_path, script, *options, arguments=("fail",)).stderr.startswith(
-        "meshpar: rank 1 failed with ValueError: the cause\n"
-    )
+    failed = run(tmp_path, script, *options, arguments=("fail",))
+    assert failed.stderr.startswith("meshpar: rank 1 failed with ValueError: the cause\n")
 
 
 def test_output_that_nobody_takes_ends_no_job(tmp_path: Path) -> None:
@@ -225,8 +240,7 @@ def test_a_script_that_does_not_listen_is_no_job_that_stopped_in_time(tmp_path: 
     for number, script in enumerate((deaf, listening)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / "job.py").write_text("import os, signal, sys, time\n" + script)
-        process = subprocess.Popen([*RUN, "--nproc", "2", "job.py"], cwd=folder, stderr=subprocess.PIPE, text=True)
+        process = start(folder, "import os, signal, sys, time\n" + script, "--nproc", "2")
         until(lambda folder=folder: all((folder / name).exists() for name in "01"))
         process.send_signal(signal.SIGUSR1)
         _, output = process.communicate(timeout=90)
@@ -237,10 +251,8 @@ def test_a_script_that_does_not_listen_is_no_job_that_stopped_in_time(tmp_path: 
 
 
 def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(
-        "import os, time\nopen(os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
-    )
-    process = subprocess.Popen([*RUN, "--nproc", "2", "job.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    script = "import os, time\nopen(os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    process = start(tmp_path, script, "--nproc", "2")
     until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
     process.send_signal(signal.SIGINT)
     _, output = process.communicate(timeout=60)
@@ -265,8 +277,7 @@ def test_a_rank_whose_launcher_ended_before_it_asked_for_its_end_ends_too(tmp_pa
         end_with_parent(read_task(Path(sys.argv[1])).launcher)
         print("it trains on")
     """
-    command = [sys.executable, "-c", launcher, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
+    done = run_script(launcher, tmp_path)
     assert done.stdout == "" and re.fullmatch(r"the launcher, process \d+, ended while this rank .*\n", done.stderr)
 
 
@@ -314,11 +325,11 @@ def test_an_interrupt_of_a_recipe_is_one_line_and_waits_for_no_thread(tmp_path: 
             raise KeyboardInterrupt
 
         worker.run_recipe, worker.end_with_parent = tokenises, lambda launcher: None
-        worker._run(SimpleNamespace(kind="recipe", logs=Path("logs"), terminal=False, launcher=0), int(sys.argv[1]))
+        logs = Path(sys.argv[1], "logs")
+        worker._run(SimpleNamespace(kind="recipe", logs=logs, terminal=False, launcher=0), int(sys.argv[2]))
     """
     for rank, lines in (("0", ["interrupted by SIGINT: nothing was saved since the last checkpoint"]), ("1", [])):
-        command = [sys.executable, "-c", script, rank]
-        assert subprocess.run(command, cwd=tmp_path, timeout=120, check=False).returncode == 130
+        assert run_script(script, tmp_path, rank).returncode == 130
         assert (tmp_path / f"logs/rank-{rank}.log").read_text().splitlines() == lines
 
 
@@ -335,15 +346,9 @@ def test_ranks_that_leave_without_an_error_fail_nothing_by_themselves(tmp_path: 
     assert list(tmp_path.iterdir()) == [gone]
 
 
-def test_ranks_that_stop_as_asked_end_with_the_signals_code_also_when_one_is_ended_on_its_way_out(
-    tmp_path: Path,
-) -> None:
-    done = run(
-        tmp_path,
-        "import os, sys, time\nif os.environ['RANK'] == '0':\n    sys.exit(138)\ntime.sleep(120)\n",
-        "--nproc",
-        "2",
-    )
+def test_ranks_that_stop_as_asked_end_with_the_signals_code_also_when_one_is_ended_on_its_way_out(tmp_path) -> None:
+    script = "import os, sys, time\nif os.environ['RANK'] == '0':\n    sys.exit(138)\ntime.sleep(120)\n"
+    done = run(tmp_path, script, "--nproc", "2")
     assert done.returncode == 128 + signal.SIGUSR1, done.stderr
     assert not done.stderr
 
@@ -361,7 +366,7 @@ def test_torch_2_11_gives_ranks_time_after_a_signal_and_none_after_a_failure(mon
 
 def test_what_no_restart_heals_has_its_own_exit_code(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("model: {dim: 32, layers: 2, heads: 2, hidden: 48}\ntraining: {stepz: 5}\n")
-    done = subprocess.run([*RUN, "job.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = command(tmp_path, *RUN, "job.yaml")
     assert done.returncode == NO_USE
     assert "unknown key; nearest: steps" in done.stderr
 
@@ -378,10 +383,7 @@ training: {steps: 3, log_every: 1, tensorboard: false}
 def run_recipe(folder: Path, *options: str, more: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     (folder / "job.yaml").write_text(RECIPE + more)
     (folder / "text.md").write_text((Path(__file__).parents[2] / "README.md").read_text())
-    environment = os.environ | {"OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        [*RUN, *options, "job.yaml"], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    return command(folder, *RUN, *options, "job.yaml", **{"OMP_NUM_THREADS": "1", **variables})
 
 
 def test_a_job_without_a_step_is_not_started_a_third_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,12 +426,12 @@ def test_a_step_gives_a_job_new_starts(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs" / "job" / "logs").glob("*.no-step")), "the first step removes the note"
 
 
+OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
 def test_inside_torchrun_it_is_one_of_its_ranks(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("import os, sys\nprint(os.environ['RANK'], os.getppid(), sys.argv[1:])\n")
-    environment = os.environ | {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = subprocess.run(
-        [*RUN, "job.py", "x"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    script = "import os, sys\nprint(os.environ['RANK'], os.getppid(), sys.argv[1:])\n"
+    done = run(tmp_path, script, arguments=("x",), **OF_TORCHRUN | {"RANK": "5"})
     assert (done.returncode, done.stdout) == (0, f"5 {os.getpid()} ['x']\n")
     assert not (tmp_path / "runs").exists()
 
@@ -451,17 +453,15 @@ def test_a_node_that_does_not_come_is_named_within_the_bound() -> None:
     assert time.monotonic() - began < patient(20)
 
 
-def test_the_command_ends_where_a_node_does_not_come() -> None:
+def test_the_command_ends_where_a_node_does_not_come(tmp_path: Path) -> None:
     head = f"127.0.0.1:{free_port()}"
-    command = [*RUN[:-1], "doctor", "--nodes", "2", "--nproc", "1", "--head", head, "--wait", "1", "--node-rank", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+    place = ("--nodes", "2", "--nproc", "1", "--head", head, "--wait", "1", "--node-rank", "0")
+    done = command(tmp_path, *RUN[:-1], "doctor", *place)
     assert done.returncode == 1
     assert f"these nodes did not connect to {head} within 1 s: 1; connected: 0 (" in done.stderr
 
 
-def test_a_wait_says_for_whom_and_ends_at_control_c(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wait_says_for_whom_and_ends_at_control_c(monkeypatch, capfd) -> None:
     monkeypatch.setattr(waiting, "EVERY_S", 0.0)
     head, ends = f"127.0.0.1:{free_port()}", threading.Event()
 
@@ -478,9 +478,7 @@ def test_a_wait_says_for_whom_and_ends_at_control_c(
         assert ends.is_set() and f"meshpar: waiting for {whom}" in output and " of 900 s\n" in output
 
 
-def test_nodes_of_an_elastic_job_say_for_whom_they_wait(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_nodes_of_an_elastic_job_say_for_whom_they_wait(monkeypatch, capfd) -> None:
     monkeypatch.setattr(waiting, "EVERY_S", 0.0)
     started: list[int] = []
     monkeypatch.setattr(check_in, "children", lambda: started)
@@ -507,9 +505,7 @@ def test_ranks_are_bound_to_numa_nodes_where_the_environment_says_so(monkeypatch
         _config(Placement(ranks=1), "x")
 
 
-def test_ranks_with_a_gpu_each_are_bound_and_their_memory_grows_unless_somebody_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_with_a_gpu_each_are_bound_and_their_memory_grows_unless_somebody_says_otherwise(monkeypatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "MESHPAR_NUMA_BINDING"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -520,9 +516,8 @@ def test_ranks_with_a_gpu_each_are_bound_and_their_memory_grows_unless_somebody_
     assert _config(Placement(ranks=8), "x").numa_options.affinity_mode.value == "node"
     assert _config(Placement(ranks=4), "x").numa_options is None, "the GPU of a rank is not known"
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    assert (os.cpu_count() == 1) or _config(Placement(ranks=8), "x").numa_options is None, (
-        "a scheduler has bound the job"
-    )
+    bound = _config(Placement(ranks=8), "x").numa_options
+    assert os.cpu_count() == 1 or bound is None, "a scheduler has bound the job"
     os.environ["MESHPAR_NUMA_BINDING"] = "off"
     assert _config(Placement(ranks=8), "x").numa_options is None
     _set_environment(Placement(ranks=8))
@@ -554,40 +549,32 @@ def test_of_several_srun_tasks_the_first_to_fail_shows_its_traceback(tmp_path: P
     outputs = [task.communicate(timeout=90)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [1, 1, 1]
     assert ["Traceback" in output for output in outputs] == [False, True, False]
-    first = (
-        f"meshpar: rank 1 on {socket.gethostname()} failed first, with ValueError: on purpose\nthen this one, rank 0, "
-        "with RuntimeError\n"
-    )
-    assert outputs[0].endswith(first)
+    first = f"meshpar: rank 1 on {socket.gethostname()} failed first, with ValueError: on purpose\n"
+    assert outputs[0].endswith(f"{first}then this one, rank 0, with RuntimeError\n")
 
 
 def test_options_that_start_ranks_are_refused_in_a_rank(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("")
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     head = f"127.0.0.1:{free_port()}"
-    for command, code in (
+    for words, code in (
         (["run", "--nproc", "2", "job.py"], 1),
         (["doctor", "--nproc", "2"], 1),
         (["run", "job.py"], 0),
         (["run", "--nproc", "2", "--nodes", "1", "--node-rank", "0", "--head", head, "job.py"], 0),
     ):
-        done = subprocess.run(
-            [*RUN[:-1], *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+        done = command(tmp_path, *RUN[:-1], *words, **OF_TORCHRUN)
         said = "--nproc: this is already one of 8 ranks that torchrun or srun started" in done.stderr
         assert (done.returncode, said) == (code, code == 1), done.stderr
 
 
 def test_a_rank_that_ignores_sigterm_does_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(
+    script = (
         "import os, signal, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: open('asked', 'w').close())\n"
         "open('pid.new', 'w').write(str(os.getpid())); os.rename('pid.new', 'pid')\n"
         "while True: time.sleep(60)\n"
     )
-    environment = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    process = subprocess.Popen([*RUN, "--nproc", "1", "job.py"], cwd=tmp_path, env=environment)
-
+    process = start(tmp_path, script, "--nproc", "1", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
     until((tmp_path / "pid").exists)
     rank = Path("/proc") / (tmp_path / "pid").read_text()
     process.kill()
