@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshpar._torch.autograd import in_backward
+from meshpar._torch.simulated_device import without_functions
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
 from meshpar.guards.placed_parameters import PlacedParameters
@@ -96,13 +97,15 @@ class Backwards(Guard):
                 f"{name} was written in a backward, by a hook; write after it, outside of the module's calls"
             )
         versions, self._versions = self._versions, ()
-        if not any(parameter._post_accumulate_grad_hooks for parameter, _ in versions):
+        hooked = [parameter for parameter, _ in versions if parameter._post_accumulate_grad_hooks]
+        if not hooked:
             self._refuse_written(versions)
 
     def _versions_now(self) -> Versions:
         """Return numbers that change when somebody writes parameters, other than by ``.data``."""
         parameters = self._units.shards() if self._units.modules else self._placed.parameters
-        return [(tensor, tensor._version) for tensor in parameters]
+        with without_functions():
+            return [(tensor, tensor._version) for tensor in parameters]
 
     def _refuse_written(self, versions: Versions) -> None:
         written = _written_since(versions)

@@ -198,7 +198,8 @@ class Edges:
             if ran:  # an error of hooks, which would look like one of what runs on stand-ins
                 self._fail(error)
             raise
-        return self._return(child, rule, output)
+        crosses = rule.takes is not None or rule.results or rule.number == self.portion.chunks[self.turn.chunk].end
+        return self._return(child, rule, output) if crosses else output
 
     @eager
     def _expect(self, number: int) -> None:

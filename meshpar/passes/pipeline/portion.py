@@ -68,10 +68,11 @@ class Portion:
     line: tuple[str, ...]
     draws_random: bool
 
-    @property
-    def last(self) -> int:
-        """The stage with the last blocks, which has the loss."""
-        return self.ranks * len(self.chunks) - 1
+    # the stage with the last blocks, which has the loss
+    last: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "last", self.ranks * len(self.chunks) - 1)
 
 
 @final
