@@ -138,17 +138,11 @@ class Rules(dist.ProcessGroup):
             if tensor.dtype not in KNOWN:
                 raise Broken(f"{operation} on {self.title}: NCCL does not know {tensor.dtype}")
             if not tensor.is_contiguous():
-                raise Broken(
-                    f"{operation} on {self.title}: a tensor of {tuple(tensor.shape)}, strides {tensor.stride()} is not "
-                    "contiguous"
-                )
+                form = f"{tuple(tensor.shape)}, strides {tensor.stride()}"
+                raise Broken(f"{operation} on {self.title}: a tensor of {form} is not contiguous")
         SEEN.calls[self.title, operation] += 1
         SEEN.bytes[self.title, operation] += sum(tensor.nbytes for tensor in inputs)
-        sizes = (
-            [(tensor.numel(), str(tensor.dtype)) for tensor in inputs]
-            if operation != "alltoall"
-            else [str(tensor.dtype) for tensor in inputs]
-        )
+        sizes = [(operation != "alltoall" and tensor.numel(), str(tensor.dtype)) for tensor in inputs]
         self._number += 1
         self._compare(f"call {self._number}: {operation} {sizes} {more}")
 
@@ -318,8 +312,7 @@ def check_order(groups: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         shared = [[group for group in every[rank] if {one, other} <= set(group[1])] for rank in (one, other)]
         if shared[0] != shared[1]:
             raise Broken(
-                f"ranks {one} and {other} make the groups that they share in another order: {shared[0]} against "
-                f"{shared[1]}"
+                f"ranks {one} and {other} make the groups that they share in another order: {' against '.join(map(str, shared))}"
             )
 
 
@@ -336,10 +329,8 @@ def rules() -> Iterator[Seen]:
     SEEN.made.clear()
     SEEN.clear()
     dist.Backend.default_device_backend_map[DEVICE] = NAME
-    operators, unit_collectives.collective_ops = (
-        unit_collectives.collective_ops,
-        _Operators(unit_collectives.collective_ops),
-    )
+    operators = unit_collectives.collective_ops
+    unit_collectives.collective_ops = _Operators(operators)
     dist.init_process_group(NAME, store=dist.PrefixStore("rules", store), rank=rank, world_size=size, timeout=timeout)
     try:
         yield SEEN

@@ -18,18 +18,9 @@ from tests.accelerator.waits import _crosses, _non_blocking, _on_device, place
 HOST = 1
 _EMPTY = re.compile(r"aten::(new_)?empty")
 _MAKE_WORK = (
-    *(
-        "allreduce", "allgather", "_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base",
-        "reduce_scatter_single",
-    ),
-    *(
-        "alltoall",
-        "alltoall_base",
-        "all_to_all_single",
-        "broadcast",
-        "all_gather_single_coalesced",
-        "reduce_scatter_single_coalesced",
-    ),
+    "allreduce", "allgather", "_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_single", "alltoall", "alltoall_base", "all_to_all_single", "broadcast",
+    "all_gather_single_coalesced", "reduce_scatter_single_coalesced",
 )  # fmt: skip
 
 
@@ -46,9 +37,8 @@ class _Arguments(_sanitizer.ArgumentHandler):
         if not isinstance(value, Tensor) or value.device.type == "meta" or value.layout != torch.strided:
             return
         storage = value.untyped_storage()
-        self._known.setdefault(
-            storage._cdata, StorageWeakRef(storage)
-        )  # as long as there is one, no other memory gets its number
+        # as long as there is one, no other memory gets its number
+        self._known.setdefault(storage._cdata, StorageWeakRef(storage))
         if is_write:
             self.dataptrs_written.add(storage._cdata)
         elif not metadata_only:
@@ -196,9 +186,8 @@ class Races(TorchDispatchMode):
             if space == "_c10d_functional":
                 for leaf in torch.utils._pytree.tree_leaves(outputs):
                     self._results[leaf.untyped_storage()._cdata] = event
-        if on_device and (
-            name == "_local_scalar_dense" or (_crosses(name, args, kwargs) and not _non_blocking(name, args, kwargs))
-        ):
+        waits = _crosses(name, args, kwargs) and not _non_blocking(name, args, kwargs)
+        if on_device and (waits or name == "_local_scalar_dense"):
             self.handler._handle_stream_synchronization(here)
         return outputs
 
@@ -222,12 +211,6 @@ def _option(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str)
 def _group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return the name of the process group that an operator got, or of the object."""
     given = [*args, *kwargs.values()]
-    names = [
-        argument for argument in given if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min")
-    ]
-    groups = [
-        dist.ProcessGroup.unbox(argument).group_name
-        for argument in given
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type())
-    ]
-    return (groups or names)[-1]
+    names = [one for one in given if isinstance(one, str) and one not in ("sum", "avg", "max", "min")]
+    objects = [one for one in given if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())]
+    return dist.ProcessGroup.unbox(objects[-1]).group_name if objects else names[-1]

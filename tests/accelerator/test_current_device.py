@@ -9,11 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshpar.forecasting.device as device
-from meshpar import FullyShard, Guard, Plan, TensorParallel
+from meshpar import FullyShard, Plan, TensorParallel
 from meshpar.core import runtime
-from meshpar.core.errors import LaunchError
-from tests.accelerator.simulated import allocate, alone, install, simulated
-from tests.support.models_for_parity import transformer
+from tests.accelerator.simulated import allocate, alone, install, simulated, without_guards
+from tests.support.models_for_parity import on_meta, transformer
 
 
 class Allocations(TorchDispatchMode):
@@ -41,26 +40,9 @@ def test_everything_is_on_this_ranks_device_also_where_the_process_group_is_some
     module.set_device = lambda device: here.__setitem__(0, device.index)
     torch.accelerator.device_count = module.device_count
     runtime.number = {"LOCAL_RANK": 2}.get
-    with torch.device("meta"):
-        model = transformer()
+    model = on_meta(transformer)
     plan = Plan("dp_shard=4", [FullyShard()]) if passes == "shards" else Plan("tp=4", [TensorParallel()])
     with simulated(4, as_rank=2), Allocations() as made:
-        par = allocate(plan.apply(model, device_type=device.NAME))
-        par.run.moments = [moment for moment in par.run.moments if not isinstance(moment, Guard)]
+        par = without_guards(allocate(plan.apply(model, device_type=device.NAME)))
         par.module(torch.ones(2, 16, dtype=torch.int64, device=device.NAME)).logits.sum().backward()
     assert made.devices == {torch.device(device.NAME, 2)}, made.devices
-
-
-def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert runtime.device("cuda").index == 1
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(
-        LaunchError, match="local rank 2 has no cuda device of its own: this node has 2; start at most 2 ranks"
-    ):
-        runtime.device("cuda")
-    monkeypatch.setattr(
-        torch.accelerator, "device_count", lambda: 1
-    )  # as srun --gpus-per-task=1 lets each rank see its own
-    assert runtime.device("cuda").index == 0

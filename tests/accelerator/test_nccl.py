@@ -46,7 +46,7 @@ from tests.losses import test_log_probs
 from tests.optim import test_muon, test_small_adamw
 from tests.passes import test_several
 from tests.state import test_offloading
-from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.models_for_parity import VOCAB, on_meta, transformer
 from tests.support.patience import patient
 from tests.support.stages import assert_as_one_process
 
@@ -123,8 +123,7 @@ def check_hops(seen):
     """Slices of all data ranks travel by one call a unit and hop, as on an accelerator."""
     calls, grads = [], []
     for optimizer in ("replica", "world"):
-        with torch.device("meta"):
-            model = PLAIN()
+        model = on_meta(PLAIN)
         plan = Plan("dp_replicate=2,dp_shard=2", [HybridShard(optimizer=optimizer)], verify=False)
         with accelerated():
             par = plan.apply(model).materialize(seed=0)
@@ -213,8 +212,7 @@ def test_what_a_job_does_beside_keeps_the_rules(name):
 @alone
 def test_the_groups_of_axes_get_tensors_of_the_device_alone():
     with simulated(8):
-        with torch.device("meta"):
-            model = transformer()
+        model = on_meta(transformer)
         par = allocate(Plan("dp_shard=8", [FullyShard(offload="cpu")]).apply(model, device_type=device.NAME))
         with Waits() as waits:
             whole_tensor(par.module.head.weight)

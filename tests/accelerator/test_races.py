@@ -5,12 +5,13 @@ import torch.distributed as dist
 from torch import nn
 
 import meshpar.forecasting.device as device
-from meshpar import FullyShard, Guard, ModelLayout, Plan
+from meshpar import FullyShard, ModelLayout, Plan
 from meshpar._torch.groups import collective_ops
 from meshpar.passes.host_reads import beside
 from tests.accelerator.races import Races
-from tests.accelerator.simulated import allocate, alone, install, simulated
+from tests.accelerator.simulated import allocate, alone, install, simulated, without_guards
 from tests.accelerator.waits import Waits
+from tests.support.models_for_parity import on_meta
 
 
 def races(run):
@@ -87,13 +88,10 @@ def test_a_step_whose_streams_do_not_wait_races():
                 super()._around(owner, name, before)
 
     install()
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = on_meta(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     with simulated(2):
-        par = allocate(
-            Plan("dp_shard=2", [FullyShard()]).apply(model, ModelLayout(blocks=("*",)), device_type=device.NAME)
-        )
-        par.run.moments = [moment for moment in par.run.moments if not isinstance(moment, Guard)]
+        plan = Plan("dp_shard=2", [FullyShard()])
+        par = without_guards(allocate(plan.apply(model, ModelLayout(blocks=("*",)), device_type=device.NAME)))
         found = {}
         for left_out in ("", "", "wait_event", "wait_stream"):  # the first forward tries out more
             with Waits(), Deaf(left_out) as seen:

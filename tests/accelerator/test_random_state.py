@@ -8,12 +8,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import meshpar.forecasting.device as device
-from meshpar import ActivationCheckpoint, FullyShard, Guard, ModelLayout, Plan, TensorParallel
+from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, Plan, TensorParallel
 from meshpar.passes.tensor import random
 from meshpar.state import initialize
 from tests.accelerator.draws import Draws, install_generator
-from tests.accelerator.simulated import allocate, alone, simulated
-from tests.support.models_for_parity import gpt2
+from tests.accelerator.simulated import allocate, alone, simulated, without_guards
+from tests.support.models_for_parity import gpt2, on_meta
 
 CALLS = {
     "positional": lambda block, x: block(x),
@@ -49,8 +49,7 @@ def test_a_recomputed_block_draws_what_its_forward_drew_however_its_tensors_come
     generator = install_generator()
     differing = []
     for mode, (name, call) in itertools.product(["full", "selective"], CALLS.items()):
-        with torch.device("meta"):
-            model = Model(call)
+        model = on_meta(lambda call=call: Model(call))
         with simulated(2), Draws(generator) as draws:
             plan = Plan("dp_shard=2", [ActivationCheckpoint(mode=mode), FullyShard()])
             par = allocate(plan.apply(model, ModelLayout(blocks=("layers.*",)), device_type=device.NAME))
@@ -68,15 +67,10 @@ def test_a_recomputed_block_draws_what_its_forward_drew_however_its_tensors_come
 def test_ranks_of_the_tensor_axis_draw_alike_but_inside_of_regions_and_again_in_recomputation():
     generator, forwards = install_generator(), []
     for rank in range(2):
-        with torch.device("meta"):
-            model = gpt2(dropout=0.1)
+        model = on_meta(lambda: gpt2(dropout=0.1))
         with simulated(2, as_rank=rank), Draws(generator) as draws:
-            par = allocate(
-                Plan("tp=2", [TensorParallel(), ActivationCheckpoint()]).apply(model, device_type=device.NAME)
-            )
-            par.run.moments = [
-                moment for moment in par.run.moments if not isinstance(moment, Guard)
-            ]  # the first backward compares values of gradients
+            plan = Plan("tp=2", [TensorParallel(), ActivationCheckpoint()])
+            par = without_guards(allocate(plan.apply(model, device_type=device.NAME)))
             par.manual_seed(3)
             loss = par.module(torch.ones(2, 16, dtype=torch.int64, device=device.NAME)).logits.sum()
             forward, after = draws.take(), generator.now()

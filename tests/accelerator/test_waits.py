@@ -32,7 +32,7 @@ from meshpar.training.settings import TrainSettings
 from tests.accelerator.races import Races
 from tests.accelerator.simulated import allocate, alone, install, simulated
 from tests.accelerator.waits import Waits
-from tests.support.models_for_parity import gpt2, transformer
+from tests.support.models_for_parity import gpt2, on_meta, transformer
 from tests.support.tiers import daily
 
 HOSTS = {"exchange.ranks.Largest.__init__ (hosts)": 1}
@@ -104,8 +104,7 @@ class Watched(Routing):
 
 def waits_of(build, mesh, passes, *, rank=0, half=False, fused=True):
     """Where the second step of a training loop waits, and which streams race in it, with a report that is not read."""
-    with torch.device("meta"):
-        model = build()
+    model = on_meta(build)
     with simulated(8, as_rank=rank):
         stand_ins = [(Routing, lambda self: Watched()), (Agreement, lambda self: self), (Losses, lambda self: self)]
         with contextlib.ExitStack() as stack:

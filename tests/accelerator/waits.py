@@ -49,11 +49,8 @@ class Waits(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         on_device = any(map(_on_device, given))
-        for argument in args:
-            if (
-                isinstance(argument, list | tuple)
-                and len({_on_device(one) for one in argument if isinstance(one, Tensor)}) > 1
-            ):
+        for argument in (argument for argument in args if isinstance(argument, list | tuple)):
+            if len({_on_device(one) for one in argument if isinstance(one, Tensor)}) > 1:
                 raise AssertionError(f"{func} mixes tensors of the host and of the device, in {place()}")
         if func._schema.name.startswith(("c10d::", "_c10d_functional::")) and name in COLLECTIVES and not on_device:
             self.places[f"{place()} (hosts)"] += 1
@@ -109,9 +106,8 @@ def place() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith((PACKAGE, FSDP)) and not file.startswith(PACKAGE + "forecasting/"):
-            function = frame.f_code.co_qualname.partition(".<locals>")[
-                0
-            ]  # a comprehension is a function of its own before Python 3.12
+            # a comprehension is a function of its own before Python 3.12
+            function = frame.f_code.co_qualname.partition(".<locals>")[0]
             return f"{file.removeprefix(PACKAGE).removeprefix(FSDP).removesuffix('.py').replace('/', '.')}.{function}"
         frame = frame.f_back
     return "elsewhere"

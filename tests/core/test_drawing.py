@@ -47,10 +47,8 @@ def test_the_svg_is_whole_and_marks_what_crosses() -> None:
     lines = [element.attrib for element in root.iter() if element.tag.endswith("polyline")]
     assert len([line for line in lines if "stroke-dasharray" in line]) == 4, "four groups of replicas cross"
     assert len(lines) == 6
-    numbers = [
-        element.text for element in root.iter() if element.tag.endswith("text") and (element.text or "").isdigit()
-    ]
-    assert sorted(map(int, numbers)) == sorted([*range(8), *range(8)]), "every rank, in each of two panels"
+    numbers = [int(one.text) for one in root.iter() if one.tag.endswith("text") and (one.text or "").isdigit()]
+    assert sorted(numbers) == sorted([*range(8), *range(8)]), "every rank, in each of two panels"
 
 
 def test_the_command_draws_and_writes(tmp_path: Path) -> None:

@@ -15,26 +15,29 @@ from tests.remedies.table import bare, compare
 from tests.support.house import COUNTS, FOLDERS, ROOT, constants, forget, imports, nodes, sources
 
 FLOORS = [
-    {"process.secrets"},
-    {"core.errors", "core.patterns"},
-    {"core.waiting"},
-    {"process"},
-    {"core.mesh", "weights", "losses.token_loss", "_torch", "core.runtime"},
-    {"core.layout"},
-    {"core.passes"},
-    {"core.resolved", "core.registry"},
-    {"core.checks"},
-    {"tensors"},
-    {"exchange"},
-    {"step"},
-    {"passes"},
-    {"state"},
-    {"guards", "trials"},
-    {"losses", "parallelized"},
-    {"plan"},
-    {"testing", "forecasting", "training", "optim"},
-    {"models", "checkpoints"},
-    {"launchers"},
+    set(parts.split())
+    for parts in (
+        "process.secrets",
+        "core.errors core.patterns",
+        "core.waiting",
+        "process",
+        "core.mesh weights losses.token_loss _torch core.runtime",
+        "core.layout",
+        "core.passes",
+        "core.resolved core.registry",
+        "core.checks",
+        "tensors",
+        "exchange",
+        "step",
+        "passes",
+        "state",
+        "guards trials",
+        "losses parallelized",
+        "plan",
+        "testing forecasting training optim",
+        "models checkpoints",
+        "launchers",
+    )
 ]
 """Lowest first. A part imports from its own floor only what is in no cycle, and from the floors below it."""
 STAIRS = {
@@ -44,99 +47,38 @@ STAIRS = {
 """The floors inside a room, lowest first."""
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 PUBLIC = (
-    "meshpar",
-    "meshpar.passes",
-    "meshpar.models",
-    "meshpar.checkpoints",
-    "meshpar.training",
-    "meshpar.optim",
-    "meshpar.forecasting",
-    "meshpar.testing",
-    "meshpar.launchers",
-)
+    "meshpar", "meshpar.passes", "meshpar.models", "meshpar.checkpoints", "meshpar.training", "meshpar.optim",
+    "meshpar.forecasting", "meshpar.testing", "meshpar.launchers",
+)  # fmt: skip
 """What users import from; public is what `__all__` names there."""
 MEASURED = {
-    "architectures.py": {"meshpar.models.huggingface", "meshpar.training.documents"},
-    "checkpoint.py": {
-        "meshpar.checkpoints.storage.disk",
-        "meshpar.checkpoints.storage.files",
-        "meshpar.tensors.placements",
-    },
-    "chunked_loss.py": {"meshpar.losses.chunked", "meshpar.forecasting.recorder"},
-    "exchanges.py": {
-        "meshpar._torch.groups",
-        "meshpar.passes.data.unit_collectives",
-        "meshpar.passes.tensor.collectives",
-        "meshpar.exchange.ranks",
-    },
-    "forecast_accuracy.py": {
-        "meshpar.forecasting.api",
-        "meshpar.forecasting.extrapolate",
-        "meshpar.forecasting.simulate",
-    },
-    "fuzz_hostile.py": {
-        "meshpar.launchers.cli",
-        "meshpar.launchers.commands.publishing",
-        "meshpar.launchers.commands.train",
-        "meshpar.launchers.targets.kubernetes",
-        "meshpar.launchers.targets.launching",
-        "meshpar.launchers.targets.skypilot",
-        "meshpar.launchers.targets.slurm",
-        "meshpar.training.evaluation",
-    },
-    "gpu.py": {
-        "meshpar._torch.autograd",
-        "meshpar.forecasting.step",
-        "meshpar.launchers.jobs.reports",
-        "meshpar.passes.recompute",
-        "meshpar.launchers.jobs.profile",
-    },
-    "jobs.py": {"meshpar.launchers.jobs"},
-    "log_probs.py": {"meshpar.losses.chunked"},
-    "pipeline.py": {"meshpar.testing.memory"},
-    "peer_ranks.py": {"meshpar.models.huggingface"},
-    "save_planning.py": {
-        "meshpar.checkpoints.format.manifest",
-        "meshpar.checkpoints.format.writing",
-        "meshpar.checkpoints.steps.planning",
-        "meshpar.checkpoints.steps.saving",
-        "meshpar.checkpoints.storage.place",
-        "meshpar.exchange.host_messages",
-        "meshpar.tensors.placements",
-    },
-    "scale.py": {
-        "meshpar._torch.groups",
-        "meshpar.forecasting.simulate",
-        "meshpar.core.runtime",
-        "meshpar.exchange.host_messages",
-    },
-    "stages.py": {
-        "meshpar.forecasting.api",
-        "meshpar.forecasting.extrapolate",
-        "meshpar.forecasting.search",
-        "meshpar.forecasting.simulate",
-        "meshpar.forecasting.staged",
-    },
-    "tokenizing.py": {"meshpar.training.text", "meshpar.training.tokenizer", "meshpar.training.tokens"},
+    file: {f"meshpar.{module}" for module in modules.split()}
+    for file, modules in {
+        "architectures.py": "models.huggingface training.documents",
+        "checkpoint.py": "checkpoints.storage.disk checkpoints.storage.files tensors.placements",
+        "chunked_loss.py": "losses.chunked forecasting.recorder",
+        "exchanges.py": "_torch.groups passes.data.unit_collectives passes.tensor.collectives exchange.ranks",
+        "forecast_accuracy.py": "forecasting.api forecasting.extrapolate forecasting.simulate",
+        "fuzz_hostile.py": "launchers.cli launchers.commands.publishing launchers.commands.train training.evaluation "
+        "launchers.targets.kubernetes launchers.targets.launching launchers.targets.skypilot launchers.targets.slurm",
+        "gpu.py": "_torch.autograd forecasting.step launchers.jobs.reports passes.recompute launchers.jobs.profile",
+        "jobs.py": "launchers.jobs",
+        "log_probs.py": "losses.chunked",
+        "pipeline.py": "testing.memory",
+        "peer_ranks.py": "models.huggingface",
+        "save_planning.py": "checkpoints.format.manifest checkpoints.format.writing checkpoints.steps.planning "
+        "checkpoints.steps.saving checkpoints.storage.place exchange.host_messages tensors.placements",
+        "scale.py": "_torch.groups forecasting.simulate core.runtime exchange.host_messages",
+        "stages.py": "forecasting.api forecasting.extrapolate forecasting.search forecasting.simulate "
+        "forecasting.staged",
+        "tokenizing.py": "training.text training.tokenizer training.tokens",
+    }.items()
 }
 """What benchmarks import although it is not public: parts that they measure alone. The list only gets shorter."""
 EXTRAS = {
-    "accelerate",
-    "gguf",
-    "numpy",
-    "obstore",
-    "peft",
-    "pyarrow",
-    "pydantic",
-    "yaml",
-    "rich",
-    "typer",
-    "tensorboard",
-    "tokenizers",
-    "torchdata",
-    "safetensors",
-    "transformers",
-}
+    "accelerate", "gguf", "numpy", "obstore", "peft", "pyarrow", "pydantic", "yaml", "rich", "typer", "tensorboard",
+    "tokenizers", "torchdata", "safetensors", "transformers",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -241,6 +183,7 @@ def test_no_function_changes_a_global():
     assert not found
 
 
+OUTER = ("models", "checkpoints", "launchers")
 PASSES = {*passes.__all__} - {"Pass", "Role", "Stage", "Style"}
 
 
@@ -248,7 +191,7 @@ def test_the_core_knows_no_pass_by_name():
     """Nothing above passes/ compares a pass's name, or asks an object for a member that it may lack."""
     found = []
     for path, name in sources():
-        if not name.startswith("meshpar.") or part_of(name) in {"passes", "models", "checkpoints", "launchers"}:
+        if not name.startswith("meshpar.") or part_of(name) in {"passes", *OUTER}:
             continue
         loops = [
             node
@@ -329,13 +272,7 @@ def test_one_place_asks_what_kind_of_device_it_is():
 def test_the_core_needs_torch_alone():
     foreign = []
     for path, name in sources():
-        if name.startswith("meshpar.") and part_of(name) in {
-            "training",
-            "forecasting",
-            "models",
-            "checkpoints",
-            "launchers",
-        }:
+        if name.startswith("meshpar.") and part_of(name) in {*OUTER, "training", "forecasting"}:
             continue
         foreign += [f"{name} imports {target}" for target in imports(path) if target.split(".")[0] in EXTRAS]
     assert not foreign
@@ -432,18 +369,16 @@ print("quiet")
     assert (done.stdout, done.stderr) == ("quiet\n", "")
 
 
+def begins(value, text):
+    return isinstance(value, str) and value.startswith(text)
+
+
 FACTS = {
     "the label that is not counted": ("meshpar/losses/token_loss.py", lambda value: value == -100),
-    "the name of a step's folder": (
-        "checkpoints/format/manifest.py",
-        lambda value: isinstance(value, str) and value.startswith("step-"),
-    ),
+    "the name of a step's folder": ("checkpoints/format/manifest.py", lambda value: begins(value, "step-")),
     "the prefix of a model's tensors": ("checkpoints/format/manifest.py", lambda value: value == "model."),
     "the peak speed of an accelerator": ("meshpar/core/runtime.py", lambda value: value in (312e12, 989e12, 2250e12)),
-    "the mesh that the nodes decide": (
-        "meshpar/core/mesh.py",
-        lambda value: isinstance(value, str) and value.startswith("auto("),
-    ),
+    "the mesh that the nodes decide": ("meshpar/core/mesh.py", lambda value: begins(value, "auto(")),
 }
 """What may be written in one file alone, and how a constant that writes it looks."""
 

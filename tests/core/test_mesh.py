@@ -20,11 +20,8 @@ def test_text_and_keywords_are_the_same_mesh():
 
 
 def test_the_open_axis_takes_what_is_left():
-    assert dict(MeshSpec("dp_replicate=2,dp_shard=-1,tp=4").resolve(32).axes) == {
-        "dp_replicate": 2,
-        "dp_shard": 4,
-        "tp": 4,
-    }
+    axes = MeshSpec("dp_replicate=2,dp_shard=-1,tp=4").resolve(32).axes
+    assert dict(axes) == {"dp_replicate": 2, "dp_shard": 4, "tp": 4}
 
 
 @on_ranks(4, timeout_s=50, fresh="compares the time-out of its groups")
@@ -44,13 +41,14 @@ def test_five_axes_and_strangers_outermost():
     assert spec.resolve(24).size == 24
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("dp_shard=x", "cannot read 'dp_shard=x'"), ("dp_shard=0", "size 0"), ("dp_shard=-2", "size -2")],
-)
-def test_wrong_texts_are_refused(text, message):
-    with pytest.raises(MeshError, match=message):
-        MeshSpec(text)
+def test_wrong_texts_are_refused():
+    for text, message in {
+        "dp_shard=x": "cannot read 'dp_shard=x'",
+        "dp_shard=0": "size 0",
+        "dp_shard=-2": "size -2",
+    }.items():
+        with pytest.raises(MeshError, match=message):
+            MeshSpec(text)
 
 
 @pytest.mark.parametrize(("mesh", "ranks", "left"), [
@@ -89,14 +87,11 @@ def test_coordinates_are_row_major():
     assert places == [(r, s, t) for r in range(2) for s in range(3) for t in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("text", "mesh"),
-    [
-        ("auto", "dp_replicate=2,dp_shard=8"),
-        ("auto, tp=4", "dp_replicate=2,dp_shard=2,tp=4"),
-        ("", "dp_shard=16"),
-        ("tp=2,dp_shard=-1", "dp_shard=8,tp=2"),
-    ],
-)
-def test_a_text_means_a_mesh_on_nodes(text: str, mesh: str) -> None:
-    assert str(MeshSpec.placed(text, 16, 8)) == mesh
+def test_a_text_means_a_mesh_on_nodes() -> None:
+    for text, mesh in {
+        "auto": "dp_replicate=2,dp_shard=8",
+        "auto, tp=4": "dp_replicate=2,dp_shard=2,tp=4",
+        "": "dp_shard=16",
+        "tp=2,dp_shard=-1": "dp_shard=8,tp=2",
+    }.items():
+        assert str(MeshSpec.placed(text, 16, 8)) == mesh

@@ -18,11 +18,11 @@ def job(mesh):
     return par, build_adamw(par.module, AdamWSettings(lr=1e-2))
 
 
-def settings_of(par, optimizer):
+def settings_of(module, optimizer, *keys):
     """The settings that the optimizer has for each parameter."""
-    names = {id(parameter): name for name, parameter in par.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
-        names[id(parameter)]: (group["lr"], group["weight_decay"])
+        names[id(parameter)]: tuple(group[key] for key in keys or ("lr", "weight_decay"))
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
@@ -47,7 +47,7 @@ def test_settings_are_restored_on_another_mesh(tmp_path):
         other, fresh = job("dp_shard=4")
         assert len(fresh.param_groups) == len(optimizer.param_groups) == 2
         manager.restore(other, fresh)
-        assert settings_of(other, fresh) == settings_of(par, optimizer)
+        assert settings_of(other.module, fresh) == settings_of(par.module, optimizer)
         theirs = moments(other, fresh)
         assert all(torch.equal(value, theirs[name]) for name, value in moments(par, optimizer).items())
 
@@ -79,20 +79,15 @@ def test_rates_by_name_and_depth_are_those_of_one_process_and_restored(tmp_path)
             for group in fresh.param_groups:
                 group["lr_scale"] = 7.0
             manager.restore(again, fresh)
-        assert settings_of(again, fresh) == settings_of(par, optimizer)
+        assert settings_of(again.module, fresh) == settings_of(par.module, optimizer)
         Schedule(name="constant", lr=1e-2).apply(fresh, 0)
-        found = {name: lr for name, (lr, _) in settings_of(again, fresh).items()}
+        found = {name: lr for name, (lr, _) in settings_of(again.module, fresh).items()}
         assert found == pytest.approx({name: lr for name, (lr, _) in expected.items()})
 
 
 def told_rates(module, optimizer):
     scale_rates(optimizer, module, RATES, layer_decay=0.5)
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return {
-        names[id(parameter)]: (group["lr"], group["lr_scale"])
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    return settings_of(module, optimizer, "lr", "lr_scale")
 
 
 @on_ranks(2)

@@ -25,7 +25,7 @@ from meshpar.core import registry
 from meshpar.forecasting import Batch, Hardware
 from meshpar.forecasting.search import search
 from meshpar.testing import assert_parity, on_ranks, token_steps
-from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.models_for_parity import VOCAB, on_meta, transformer
 
 STRANGER = Path(__file__).parents[1] / "support" / "stranger"
 
@@ -198,15 +198,13 @@ def whole_of(value):
 @pytest.mark.nightly
 def test_a_strangers_passes_are_forecast(stranger):
     passes = [registry.plugin("meshpar.passes", name)() for name in ("SplitFeedForward", "HostShard")]
-    with torch.device("meta"):
-        model = transformer()
+    model = on_meta(transformer)
     made_forecast = forecast(Plan("dp_shard=4,tp=2", passes), model, Batch(sequence=16, micro_batch=1), hardware="h100")
     assert {event.collective.axis for _, event in made_forecast.trace.events() if event.collective} >= {
         "dp_shard",
         "tp",
     }
-    with torch.device("meta"):
-        model = transformer()
+    model = on_meta(transformer)
     positions = registry.plugin("meshpar.passes", "SplitPositions")()
     made_forecast = forecast(
         Plan("dp_shard=2,cp=2", [positions, FullyShard()]), model, Batch(sequence=16, micro_batch=1), hardware="h100"
@@ -237,8 +235,7 @@ BOTH = {
 )
 def test_a_search_keeps_a_strangers_passes(stranger, mesh, names, expected):
     passes = [registry.plugin("meshpar.passes", name)() for name in names]
-    with torch.device("meta"):
-        model = transformer(layers=4)
+    model = on_meta(lambda: transformer(layers=4))
     hardware = replace(Hardware.load("h100"), node=2)
     found = search(
         model,
@@ -261,8 +258,7 @@ def test_a_search_keeps_a_strangers_passes(stranger, mesh, names, expected):
 @pytest.mark.parametrize("mesh", ["dp_shard=1,cp=3", "dp_shard=2,cp=-1"])
 def test_a_search_refuses_axes_that_do_not_divide_its_ranks(stranger, mesh):
     plan = Plan(mesh, [registry.plugin("meshpar.passes", "SplitPositions")()])
-    with torch.device("meta"):
-        model = transformer(layers=4)
+    model = on_meta(lambda: transformer(layers=4))
     with pytest.raises(MeshparError, match=r"the search keeps cp=(3|-1), which must be sizes that divide 8 ranks"):
         search(model, model.meshpar_layout(), Batch(sequence=16, micro_batch=1), Hardware.load("h100"), 8, plan=plan)
 

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, Replicate, TensorParallel
 from meshpar.core.errors import note
 from meshpar.testing import on_ranks
+from tests.support.comparison import assert_gradients, assert_weights
 from tests.support.tiers import daily
 
 VOCABULARY, DIM, NEW = 17, 8, 13
@@ -178,17 +179,13 @@ def check_habits(mesh, passes):
     for habit in (*AT_START, *AFTER_BACKWARD, *AFTER_STEP):
         net = build()
         train(net, habit, DIRECT, Alone())
-        expected = net.state_dict()
         par = Plan(mesh, passes).apply(build(), LAYOUT if "tp" in mesh else None)
         train(par.module, habit, par, par)
-        found = par.state_dict(full=True, everywhere=True)
-        assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected), habit.__name__
+        assert_weights(par, net, rtol=0, atol=1e-12, msg=lambda text, habit=habit: f"{habit.__name__}: {text}")
         other = Plan(mesh, passes).apply(build(), LAYOUT if "tp" in mesh else None)
         words = message_of(habit, other)
         if not words:
-            found = other.state_dict(full=True, everywhere=True)
-            same = all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected)
-            assert same, (mesh, habit.__name__)
+            assert_weights(other, net, rtol=0, atol=1e-12)
         elif habit is average_by_hand:
             assert "gradients are averaged over data ranks already" in words
         else:
@@ -241,7 +238,6 @@ def test_a_whole_parameter_in_a_loss_has_its_gradient(mesh):
     alone, par = build(), Plan(mesh, PLANS[mesh]).apply(build(), LAYOUT if "tp" in mesh else None)
     penalized(alone, lambda tensor: tensor, Alone())
     penalized(par.module, par.whole, par)
-    for (name, expected), found in zip(alone.named_parameters(), par.module.parameters()):
-        torch.testing.assert_close(par.whole(found.grad), expected.grad, msg=name)
+    assert_gradients(par.module, alone)
     plain = torch.ones(3)
     assert par.whole(plain) is plain and par.like(plain, 2).tolist() == [2, 2, 2]

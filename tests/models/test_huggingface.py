@@ -57,6 +57,14 @@ def layout_of(model: nn.Module) -> Any:
     return layout
 
 
+def refusals(layout: Any) -> list[str]:
+    attention = layout.attention
+    return [
+        *filter(None, (layout.tensor.refusal, layout.experts.balance_refusal, layout.recompute_refusal)),
+        *filter(None, (attention.refusal, attention.mixers_refusal, attention.documents_refusal)),
+    ]
+
+
 def config(model_type: str, **changes: Any) -> dict[str, Any]:
     return GPT2 | changes if model_type == "gpt2" else DECODER | {"model_type": model_type} | changes
 
@@ -75,10 +83,7 @@ def test_layout_is_read_from_the_model(model_type: str, table: dict[str, Any], b
     assert layout.tied == (((embedding, "lm_head.weight"),) if tied else ())
     for pattern in (*layout.blocks, *layout.tensor.styles, *layout.tensor.heads):
         assert list(patterns.find_modules(model, pattern)), pattern
-    assert not any(
-        (layout.tensor.refusal, layout.attention.refusal, layout.experts.balance_refusal, layout.recompute_refusal)
-    )
-    assert not (layout.attention.mixers_refusal or layout.attention.documents_refusal)
+    assert not refusals(layout)
     assert not layout.fp32
     assert layout.dropout == (model_type == "gpt2")
 
@@ -199,10 +204,7 @@ def test_a_verified_structure_takes_the_place_of_a_plan() -> None:
         "model.decoder.embed_tokens": "vocab",
         "lm_head": Head(),
     }
-    assert not any(
-        (layout.tensor.refusal, layout.attention.refusal, layout.experts.balance_refusal, layout.recompute_refusal)
-    )
-    assert not (layout.attention.mixers_refusal or layout.attention.documents_refusal)
+    assert not refusals(layout)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "mixtral", "llama3_rope"])

@@ -10,6 +10,7 @@ from meshpar import AttentionLayout, ModelLayout, Plan
 from meshpar.checkpoints import CheckpointManager
 from meshpar.tensors.placements import held_by_this_rank, part_like
 from meshpar.testing import on_ranks, whole
+from tests.support.models_for_parity import on_meta
 
 
 class Uneven(nn.Module):
@@ -78,9 +79,7 @@ def initial(build=Uneven):
 
 def on(mesh, passes, build=Uneven):
     """The module on a mesh, with the same weights."""
-    with torch.device("meta"):
-        module = build()
-    par = Plan(mesh, passes).apply(module).materialize(seed=0)
+    par = Plan(mesh, passes).apply(on_meta(build)).materialize(seed=0)
     reset(par, build)
     return par
 

@@ -14,7 +14,7 @@ from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.optim.given import on, trained
 from tests.passes.data.test_unit_collectives import MIXTURE, WORLD
-from tests.support.models_for_parity import transformer
+from tests.support.models_for_parity import on_meta, transformer
 from tests.support.tiers import daily
 
 MAKES = [functools.partial(Muon, lr=0.02), SmallAdamW, functools.partial(SmallAdamW, states="bfloat16")]
@@ -36,8 +36,7 @@ MESHES = {
 @pytest.mark.parametrize("mesh", daily(MESHES, "dp_shard=2"))
 def test_a_rank_holds_the_bytes_of_the_forecast(mesh):
     spec, (build, passes) = MeshSpec(mesh.rstrip(",")), MESHES[mesh]
-    with torch.device("meta"):
-        module = build()
+    module = on_meta(build)
     step = Simulation(plan=Plan(spec, passes), model=module, batch=Batch(sequence=16), world_size=spec.size)
     traces = simulate([replace(step, optimizer=make) for make in MAKES], workers=2)
     on_ranks(spec.size)(check)(mesh, [trace.exact["optimizer"] for trace in traces])
@@ -49,12 +48,6 @@ def check(mesh, expected):
     held = []
     for make in MAKES:
         states = trained(par.module, make, 1).state.values()
-        held.append(
-            sum(
-                local_tensor(value).nbytes
-                for state in states
-                for value in state.values()
-                if isinstance(value, torch.Tensor)
-            )
-        )
+        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        held.append(sum(local_tensor(value).nbytes for value in values))
     assert held == expected

@@ -27,7 +27,7 @@ from meshpar.testing.parity import _alone, train_steps
 from meshpar.training import Schedule
 from tests.optim.given import Uneven, advance, bits, give, go_on_with_the_same_bits, initial, on, same, trained
 from tests.passes.data.test_unit_collectives import MIXTURE, ODD, WORLD
-from tests.support.models_for_parity import VOCAB, gpt2
+from tests.support.models_for_parity import VOCAB, gpt2, on_meta
 from tests.support.tiers import daily
 from tests.training.test_lora import SETTINGS, check, qwen3, shared_folder
 
@@ -90,9 +90,7 @@ def one_process(build, steps, torchs=Torchs):
 
 
 def assert_equals(expected, build, mesh, passes, steps, make=FLOAT32):
-    with torch.device("meta"):
-        module = build()
-    par = Plan(mesh, passes).apply(module).materialize(seed=0)
+    par = Plan(mesh, passes).apply(on_meta(build)).materialize(seed=0)
     optimizer = make(par)
     got = train_steps(par, steps, optimizer=optimizer, max_norm=1.0)
     verdict = [None]
@@ -233,9 +231,8 @@ def largest_iteration(module):
 @on_ranks(2)
 def test_the_rounds_of_a_step_are_planned_once_and_ranks_listed_once_a_layout():
     par = on("dp_shard=2", [FullyShard()], ODD)
-    layouts = {
-        tuple(value.shape) for name, value in par.module.named_parameters() if "layers" in name and value.ndim > 1
-    }
+    layers = [value for name, value in par.module.named_parameters() if "layers" in name]
+    layouts = {tuple(value.shape) for value in layers if value.ndim > 1}
     with (
         mock.patch.object(muon, "shares", wraps=matrices.shares) as listed,
         mock.patch.object(matrices.Owners, "rounds", autospec=True, side_effect=matrices.Owners.rounds) as planned,
@@ -277,13 +274,8 @@ def test_given_the_same_gradients_every_mesh_has_the_bits_of_one_process_and_res
 
 def test_a_group_has_options_and_matrices_of_its_own():
     module = nn.ModuleDict({"qkv": nn.Linear(8, 48), "embed": nn.Embedding(9, 8), "conv": nn.Conv2d(3, 8, 2)})
-    optimizer = Muon(
-        module,
-        lr=0.02,
-        weight_decay=0.0,
-        adamw={"lr": 0.001},
-        groups={"qkv.weight": {"parts": (4, 1, 1), "lr": 0.01}, "embed": {"rule": "muon"}},
-    )
+    groups = {"qkv.weight": {"parts": (4, 1, 1), "lr": 0.01}, "embed": {"rule": "muon"}}
+    optimizer = Muon(module, lr=0.02, weight_decay=0.0, adamw={"lr": 0.001}, groups=groups)
     found = {
         name: {key: group.get(key) for key in ("rule", "lr", "lr_scale", "parts")}
         for name, parameter in module.named_parameters()

@@ -69,12 +69,8 @@ def test_states_take_a_quarter_and_half_of_float32():
         optimizer = SmallAdamW(layer, states=states)
         give(layer, 0)
         optimizer.step()
-        held = sum(
-            value.nbytes
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        )
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        held = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
         assert held <= most * 8 * sum(parameter.numel() for parameter in layer.parameters())
 
 

@@ -11,6 +11,7 @@ from meshpar import Float8, FullyShard, Plan, PlanError, Replicate, TensorParall
 from meshpar.step.calls import installed
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
+from tests.support.comparison import gradients
 from tests.support.models_for_parity import VOCAB, transformer
 
 needs_torchao = pytest.mark.skipif(
@@ -33,10 +34,6 @@ def losses_of(module: torch.nn.Module, ids: torch.Tensor, scale: float) -> torch
     )
     (loss * scale).backward()
     return loss.detach()
-
-
-def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in module.named_parameters()}
 
 
 def alone(recipe: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

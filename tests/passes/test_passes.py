@@ -21,6 +21,7 @@ from meshpar.passes.tensor import collectives
 from meshpar.tensors.placements import local_tensor, whole_tensor
 from meshpar.testing import assert_parity, on_ranks, random_tokens, token_loss_sum, token_steps
 from tests.support.models_for_parity import VOCAB, gpt2, on_meta, transformer
+from tests.support.tiers import daily
 
 SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
 
@@ -49,15 +50,7 @@ DAILY = ("offload", "one-unit", "whole-subtree", "selective", "every-second")
 
 @pytest.mark.parametrize(
     "knob",
-    [
-        pytest.param("compiled", marks=pytest.mark.long),
-        pytest.param("recomputed-and-compiled", marks=pytest.mark.nightly),
-        *(
-            pytest.param(knob, marks=[] if knob in DAILY else [pytest.mark.nightly])
-            for knob in KNOBS
-            if "compiled" not in knob
-        ),
-    ],
+    [*daily([knob for knob in KNOBS if knob != "compiled"], *DAILY), pytest.param("compiled", marks=pytest.mark.long)],
 )
 @on_ranks(2, timeout_s=170)
 def test_fsdp_knobs(knob):
@@ -103,13 +96,6 @@ def test_compiled_plans(mesh, passes):
     assert_parity(transformer, mesh, passes, token_steps(VOCAB, parts=2))
 
 
-@on_ranks(2)
-def test_selective_recomputation_under_tp():
-    assert_parity(
-        transformer, "tp=2", [TensorParallel(), ActivationCheckpoint(mode="selective")], token_steps(VOCAB, parts=2)
-    )
-
-
 @on_ranks(3)
 def test_fsdp_rows_that_do_not_divide():
     assert_parity(lambda: transformer(hidden=50, vocab_size=97), "dp_shard=3", [FullyShard()], token_steps(97, parts=3))
@@ -125,12 +111,8 @@ def test_tp_features_that_do_not_divide(style):
 @pytest.mark.nightly
 @on_ranks(6)
 def test_fsdp_and_tp_sizes_that_do_not_divide():
-    assert_parity(
-        lambda: transformer(hidden=51, vocab_size=97),
-        "dp_shard=3,tp=2",
-        [SEQUENCE, FullyShard()],
-        token_steps(97, parts=3),
-    )
+    build = lambda: transformer(hidden=51, vocab_size=97)  # noqa: E731
+    assert_parity(build, "dp_shard=3,tp=2", [SEQUENCE, FullyShard()], token_steps(97, parts=3))
 
 
 @pytest.mark.nightly
@@ -155,18 +137,12 @@ def test_accumulation_that_reduces_each_time():
 
 @on_ranks(2)
 def test_mixed_precision_computes_low_and_keeps_float32_masters():
-    passes = [
-        FullyShard(
-            param_dtype=torch.bfloat16,
-            reduce_dtype=torch.float32,
-            output_dtype=torch.float32,
-            buffer_dtype=torch.bfloat16,
-        )
-    ]
+    half, single = torch.bfloat16, torch.float32
+    sharded = FullyShard(param_dtype=half, reduce_dtype=single, output_dtype=single, buffer_dtype=half)
     module = on_meta(transformer)
     module.register_buffer("counts", torch.ones(3))
     module.norm.register_buffer("scale", torch.ones(3))
-    par = Plan("dp_shard=2", passes).apply(module)
+    par = Plan("dp_shard=2", [sharded]).apply(module)
     assert module.counts.dtype == torch.bfloat16
     del module.counts, module.norm.scale
     par.materialize(seed=0)
@@ -186,41 +162,9 @@ def test_gradients_are_reduced_in_param_dtype_by_default(make):
     """FSDP2's own default has changed with torch 2.15."""
     half, single = torch.bfloat16, torch.float32
     given = make(param_dtype=half)
-    assert [policy.reduce_dtype for policy in (given.inner(), given.outer(), given.kept(), make().inner())] == [
-        half,
-        half,
-        single,
-        None,
-    ]
+    policies = given.inner(), given.outer(), given.kept(), make().inner()
+    assert [policy.reduce_dtype for policy in policies] == [half, half, single, None]
     assert make(param_dtype=half, reduce_dtype=single).inner().reduce_dtype == single
-
-
-@on_ranks(2)
-def test_modules_of_the_layout_stay_in_float32_under_mixed_precision():
-    from dataclasses import replace
-
-    module = on_meta(transformer)
-    layout = replace(module.meshpar_layout(), fp32=("norm",))
-    par = Plan("dp_shard=2", [FullyShard(param_dtype=torch.bfloat16)]).apply(module, layout).materialize(seed=0)
-    seen = []
-    module.norm.register_forward_hook(lambda module, args, out: seen.append((module.weight.dtype, out.dtype)))
-    par.module(input_ids=random_tokens(VOCAB, 1, 8, seed=0)["input_ids"])
-    assert seen[0][0] == torch.float32
-
-
-@pytest.mark.parametrize("passes", [[FullyShard()], [Replicate()]], ids=["fsdp", "replicate"])
-@on_ranks(2)
-def test_nothing_is_reduced_before_the_last_micro_batch(passes):
-    par = (
-        Plan("dp_shard=2" if passes[0].name == "FullyShard" else "dp_replicate=2", passes)
-        .apply(on_meta(transformer))
-        .materialize(seed=0)
-    )
-    reduced = []
-    for batch in par.accumulate([random_tokens(VOCAB, 1, 8, seed=n) for n in range(3)]):
-        token_loss_sum(par.module, batch)[0].backward()
-        reduced.append(any(parameter.grad is not None for parameter in par.module.parameters()))
-    assert reduced == [False, False, True]
 
 
 @on_ranks(2)

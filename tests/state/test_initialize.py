@@ -13,7 +13,7 @@ from meshpar.core.registry import layout_for
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.state import initialize
 from meshpar.testing import on_ranks
-from tests.support.models_for_parity import Given
+from tests.support.models_for_parity import Given, on_meta
 
 QWEN3 = TransformerConfig(vocab_size=32, dim=16, layers=3, heads=4, kv_heads=2, hidden=24, qk_norm=True, tied=False)
 
@@ -22,8 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def parallel(make, layout: ModelLayout | None = None) -> Parallelized:
-    with torch.device("meta"):
-        model = make()
+    model = on_meta(make)
     return Plan().apply(model, layout)
 
 
@@ -148,8 +147,7 @@ def test_tied_tensors_that_differ_on_one_ranks_part_are_refused_by_all():
     weights = published(Transformer(tied))
     both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
     both["lm_head.weight"][31, 15] += 1
-    with torch.device("meta"):
-        model = Transformer(tied)
+    model = on_meta(lambda: Transformer(tied))
     par = Plan("dp_shard=2", [meshpar.FullyShard()]).apply(model)
     with pytest.raises(MeshparError, match=r"embed\.weight and head\.weight are one tensor"):
         par.materialize(weights=Given(both))

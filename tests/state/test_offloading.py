@@ -16,7 +16,7 @@ from meshpar.passes.data.unit_collectives import ReplicaShards
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.accelerator.simulated import allocate, alone, install, simulated
-from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.models_for_parity import VOCAB, on_meta, transformer
 
 PLANS = {
     "dp_shard=2": [FullyShard()],
@@ -115,6 +115,7 @@ def test_what_changes_parameters_waits_for_a_save_in_the_background(tmp_path):
     }
     with CheckpointManager(tmp_path / "before") as before:
         before.save(1, par, optimizer, averages={"ema": average})
+    fresh = trained()  # into which each save is restored
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stager, "stage", lambda *given: time.sleep(0.15) or stage(*given))
         for name, change in changes.items():
@@ -125,9 +126,8 @@ def test_what_changes_parameters_waits_for_a_save_in_the_background(tmp_path):
             manager.save(1, par, optimizer, averages={"ema": average})
             change()
             manager.close()  # fails where the save has seen other values
-            par, optimizer, average = trained()
-            manager.restore(par, optimizer, averages={"ema": average})
-            restored = shards(par.module.parameters(), average.state_dict()["averages"].values())
+            manager.restore(fresh[0], fresh[1], averages={"ema": fresh[2]})
+            restored = shards(fresh[0].module.parameters(), fresh[2].state_dict()["averages"].values())
             assert all(map(torch.equal, at_save, restored)), name
 
 
@@ -151,10 +151,8 @@ def test_memory_is_lent_beside_a_save_in_the_background(tmp_path):
 
 @on_ranks(2)
 def test_what_would_use_lent_memory_is_refused(tmp_path):
-    (par, optimizer, average), plain = (
-        trained(),
-        Plan("dp_replicate=2", [Replicate()]).apply(nn.Sequential(nn.Linear(4, 4))),
-    )
+    (par, optimizer, average) = trained()
+    plain = Plan("dp_replicate=2", [Replicate()]).apply(nn.Sequential(nn.Linear(4, 4)))
     ids = torch.zeros(1, 2, dtype=torch.long)
     state = par.state_dict(full=True, everywhere=True)
     uses = [
@@ -279,8 +277,7 @@ def test_no_byte_stays_on_the_device_but_of_others() -> None:
     install().empty_cache = lambda: None
     with simulated(4), pytest.MonkeyPatch.context() as patch:
         alive = Alive(patch)
-        with torch.device("meta"):
-            model = transformer()
+        model = on_meta(transformer)
         passes = [HybridShard(optimizer="world")]
         par = allocate(Plan("dp_replicate=2,dp_shard=2", passes).apply(model, device_type=device.NAME))
         optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2)

@@ -11,10 +11,14 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from meshpar import FullyShard, MeshparError, ModelLayout, Plan, PlanError, Replicate, TensorParallel
 from meshpar.testing import on_ranks
+from tests.support.comparison import assert_gradients, assert_weights
 from tests.support.models_for_parity import transformer
 
 LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"embed": "colwise_gather"})
 PLANS = {"dp_shard=2": [FullyShard()], "dp_replicate=2": [Replicate()], "tp=2": [TensorParallel()]}
+
+
+TIGHT = {"rtol": 0, "atol": 1e-12}
 
 
 class Net(nn.Module):
@@ -46,18 +50,13 @@ def train(net, call, rows):
         optimizer.zero_grad()
 
 
-def assert_weights(par, net):
-    for name, value in par.state_dict(full=True, everywhere=True).items():
-        torch.testing.assert_close(value, net.state_dict()[name], rtol=0, atol=1e-12, msg=name)
-
-
 @on_ranks(2)
 def test_module_forward_is_a_call_of_the_module():
     for mesh, passes in PLANS.items():
         alone, par = Net(), Plan(mesh, passes).apply(Net(), LAYOUT)
         train(alone, alone.forward, lambda batch: batch)
         train(par.module, par.module.forward, lambda batch, par=par: batch[par.data_rank :: par.data_size])
-        assert_weights(par, alone)
+        assert_weights(par, alone, **TIGHT)
 
 
 @on_ranks(2)
@@ -89,17 +88,14 @@ def test_a_cache_made_in_inference_mode_is_written_or_the_error_says_what_helps(
 def test_a_compiled_form_of_the_module_is_what_par_backward_calls():
     alone, par = Net(), Plan("dp_shard=2", [FullyShard()]).apply(Net(), LAYOUT)
     train(alone, alone, lambda batch: batch)
-    compiled, optimizer, called = (
-        torch.compile(par.module, backend="eager"),
-        torch.optim.SGD(par.module.parameters(), lr=0.1),
-        [],
-    )
+    compiled, called = torch.compile(par.module, backend="eager"), []
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
     for seed in range(2):
         batch = [draw(8, 4, seed)[par.data_rank :: 2], draw(8, 2, 100 + seed)[par.data_rank :: 2]]
         par.backward([batch], lambda module, batch: called.append(module) or mse_loss(module(batch[0]), batch[1]))
         optimizer.step()
         optimizer.zero_grad()
-    assert_weights(par, alone)
+    assert_weights(par, alone, **TIGHT)
     assert all(module is compiled for module in called)
     assert par.forward([0], lambda module, batch: module) == [compiled]
     torch._dynamo.reset()
@@ -190,7 +186,7 @@ def test_sgd_without_momentum_trains_dense_gradients_as_it_does_sparse_ones():
     for net, rows in ((alone, ids), (par.module, ids[par.data_rank :: 2])):
         net(rows).square().mean().backward()
         torch.optim.SGD(net.parameters(), lr=0.1).step()
-    assert_weights(par, alone)
+    assert_weights(par, alone, **TIGHT)
 
 
 MESHES = {"dp_replicate=2,tp=2": [TensorParallel(), Replicate()], "dp_shard=2,tp=2": [TensorParallel(), FullyShard()]}
@@ -223,14 +219,14 @@ def test_values_gathered_over_the_data_group_are_exact_beside_tp(mesh):
     exec(code.removeprefix("python"), known)
     contrast(alone(x)).backward()
     known["loss"].backward()
-    assert_gradients(par, alone)
+    assert_gradients(par.module, alone, **TIGHT)
     for net in (alone, par.module):
         net.zero_grad()
     one, other = alone(x).chunk(2)
     ((one * other.detach()).mean() / 2 + (other * one.detach()).mean() / 2).backward()
     features = par.module(mine)
     (features * next_ones(features, par.data_group)).mean().backward()
-    assert_gradients(par, alone)
+    assert_gradients(par.module, alone, **TIGHT)
     wrong = Plan(mesh, MESHES[mesh]).apply(Net(), LAYOUT)
     features = wrong.module(mine)
     loss = (features * next_ones(features, None)).mean()
@@ -238,11 +234,6 @@ def test_values_gathered_over_the_data_group_are_exact_beside_tp(mesh):
         MeshparError, match=r"[Gg]ive collectives of your own in a loss or a hook group=par\.data_group"
     ):
         loss.backward()
-
-
-def assert_gradients(par, net):
-    for (name, expected), found in zip(net.named_parameters(), par.module.parameters()):
-        torch.testing.assert_close(par.whole(found.grad), expected.grad, rtol=0, atol=1e-12, msg=name)
 
 
 @pytest.mark.nightly

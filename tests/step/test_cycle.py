@@ -23,12 +23,10 @@ from meshpar import (
     MeshparError,
     ModelLayout,
     Plan,
-    PlanError,
     Replicate,
     TensorParallel,
     token_loss,
 )
-from meshpar._torch import BEFORE_2_13
 from meshpar._torch.fsdp import is_gathered, units_with_parameters
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError
@@ -39,8 +37,9 @@ from meshpar.passes.tensor.context import Context
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks, whole
 from meshpar.trials.split import SplitTest
+from tests.support.comparison import assert_gradients, assert_weights, gradients
 from tests.support.loop_habits import OutOfMemory
-from tests.support.models_for_parity import VOCAB, Given, transformer
+from tests.support.models_for_parity import VOCAB, Given, on_meta, transformer
 
 LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.ff.0": "colwise", "blocks.*.ff.2": "rowwise"})
 IDS = torch.arange(16)[None] % VOCAB
@@ -84,16 +83,6 @@ def applied(net, mesh, passes, layout=LAYOUT):
 
 
 @on_ranks(2)
-def test_a_block_that_one_data_rank_leaves_out_is_refused_where_it_happens():
-    par = applied(Net(), "dp_shard=2", [FullyShard()])
-    par.module(x_of())
-    with pytest.raises(
-        MeshparError, match=r"ranks are at different places of their loops: this rank is at the forward of blocks\.[01]"
-    ):
-        par.module(x_of(), order=(0, 1) if par.data_rank else (1, 0))
-
-
-@on_ranks(2)
 def test_ranks_at_different_places_name_both_lines_of_their_code():
     par = applied(Net(), "dp_shard=2", [FullyShard()])
     lines = {}
@@ -114,17 +103,6 @@ def line():
     return sys._getframe(1).f_lineno
 
 
-@on_ranks(2)
-def test_a_data_rank_that_calls_fewer_blocks_is_refused_before_its_backward():
-    for passes in ([FullyShard()], [FullyShard(reshard_after_forward=False)], [Replicate()]):
-        par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
-        with pytest.raises(
-            MeshparError,
-            match=r"ranks are at different places of their loops: this rank is at (the forward of blocks\.1|a backward)",
-        ):
-            par.module(x_of(), order=(0,) if par.data_rank else (0, 1)).sum().backward()
-
-
 def trained(par, steps, **kwargs):
     """Run steps after which the order of the blocks is known."""
     for _ in range(steps):
@@ -134,26 +112,24 @@ def trained(par, steps, **kwargs):
 
 @pytest.mark.parametrize("order", [(0,), (1, 0), (0, 1, 1), (1,)], ids=str)
 @on_ranks(2)
-def test_a_data_rank_that_calls_other_blocks_than_in_earlier_steps_is_refused(order):
+def test_a_data_rank_that_calls_other_blocks_is_refused_where_it_happens_in_the_first_step_and_later(order):
     for passes in ([FullyShard()], [FullyShard(reshard_after_forward=False)], [Replicate()]):
-        par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
-        trained(par, 3)
-        with pytest.raises(MeshparError, match="ranks are at different places of their loops"):
-            par.module(x_of(), order=order if par.data_rank else (0, 1)).sum().backward()
+        for steps in (0, 3):
+            par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
+            trained(par, steps)
+            where = "" if steps else r": this rank is at (the forward of blocks\.|a backward)"
+            with pytest.raises(MeshparError, match=f"ranks are at different places of their loops{where}"):
+                par.module(x_of(), order=order if par.data_rank else (0, 1)).sum().backward()
 
 
 @on_ranks(2)
 def test_blocks_that_all_ranks_leave_out_or_call_again_after_some_steps_match_one_process():
     one, par = Net(), applied(Net(), "dp_shard=2", [FullyShard()])
-    one.load_state_dict(par.state_dict(full=True, everywhere=True))
     for order in [(0, 1)] * 3 + [(0,), (0, 1, 1), (0, 1), (1, 0), (0, 1), (0, 1), (0, 1), (0, 1), (1,)]:
         for module in (one, par.module):
             module.zero_grad()
             module(x_of(), order=order).square().mean().backward()
-        for (name, parameter), sharded in zip(one.named_parameters(), par.module.parameters(), strict=True):
-            grad = None if sharded.grad is None else sharded.grad.full_tensor()
-            assert (grad is None) == (parameter.grad is None), (order, name)
-            assert grad is None or torch.allclose(grad, parameter.grad, atol=1e-6), (order, name)
+        assert_gradients(par.module, one)
 
 
 @on_ranks(2)
@@ -211,9 +187,9 @@ def test_a_loss_of_ones_own_is_refused_also_after_an_error_in_a_forward():
 
 @on_ranks(1)
 def test_selective_recomputation_of_a_compiled_block_that_changes_buffers_is_explained():
-    def gradients(net):
+    def trained(net):
         net(x_of()).square().mean().backward()
-        return [whole(parameter.grad) for parameter in net.blocks[0].parameters()]
+        return gradients(net)
 
     net, compiled = Net(norm=norm, order=(0,)), Compile(backend="aot_eager")
     selective = ActivationCheckpoint(mode="selective")
@@ -221,13 +197,13 @@ def test_selective_recomputation_of_a_compiled_block_that_changes_buffers_is_exp
         ParallelError,
         match=r"HigherOrderOperator(.|\n)*use ActivationCheckpoint\(mode='full'\), or leave such blocks out: Compile",
     ):
-        gradients(applied(net, "dp_shard=1", [selective, compiled, FullyShard()]).module)
-    expected = gradients(copy.deepcopy(net))
+        trained(applied(net, "dp_shard=1", [selective, compiled, FullyShard()]).module)
+    expected = trained(copy.deepcopy(net))
     for passes in (
         [ActivationCheckpoint(mode="full"), compiled],
         [selective, Compile(backend="aot_eager", blocks=("blocks.*.ff",))],
     ):
-        torch.testing.assert_close(gradients(applied(net, "dp_shard=1", [*passes, FullyShard()]).module), expected)
+        torch.testing.assert_close(trained(applied(net, "dp_shard=1", [*passes, FullyShard()]).module), expected)
 
 
 @on_ranks(2)
@@ -260,8 +236,7 @@ def test_a_part_that_is_called_from_outside_of_its_block_is_named_and_exact_as_a
         for passes in ([unit(blocks=("blocks.*", "blocks.0.ff"))], [unit(blocks=())]):
             par = applied(net, mesh, passes)
             par.module(x_of()[par.data_rank :: 2]).square().mean().backward()
-            for name, parameter in par.module.named_parameters():
-                torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad, msg=name)
+            assert_gradients(par.module, net)
 
 
 class Fails(nn.Identity):
@@ -318,8 +293,7 @@ def test_a_loop_that_catches_an_error_of_a_backward_and_goes_on_is_exact():
                     module(x_of()).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-            for name, parameter in par.module.named_parameters():
-                torch.testing.assert_close(whole(parameter), plain.get_parameter(name).detach(), msg=f"{mesh}: {name}")
+            assert_weights(par, plain)
 
 
 @on_ranks(2)
@@ -338,8 +312,8 @@ def test_gradients_of_a_part_of_a_backward_are_refused():
 @on_ranks(1)
 def test_a_step_of_another_thread_leaves_a_backward_of_another_model_alone():
     plain, other = Net(), applied(Net(), "dp_shard=1", [FullyShard()]).module
-    module = applied(plain, "dp_shard=1", [FullyShard()]).module
-    optimizers = [torch.optim.SGD(network.parameters(), lr=0.5) for network in (plain, module, other)]
+    par = applied(plain, "dp_shard=1", [FullyShard()])
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.5) for network in (plain, par.module, other)]
     errors = []
 
     def step(optimizer):
@@ -354,15 +328,14 @@ def test_a_step_of_another_thread_leaves_a_backward_of_another_model_alone():
         thread.join()
 
     other(x_of()).square().mean().backward()
-    for network in (plain, module):
+    for network in (plain, par.module):
         output = network(x_of())
         output.register_hook(step_elsewhere)
         output.square().mean().backward()
     for optimizer in optimizers[:2]:
         optimizer.step()
     assert not errors
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(whole(parameter), plain.get_parameter(name).detach(), msg=name)
+    assert_weights(par, plain)
 
 
 @on_ranks(2)
@@ -430,26 +403,24 @@ def test_no_call_sees_the_weights_of_an_earlier_one():
 
 @on_ranks(2)
 def test_gradients_are_reduced_with_the_last_micro_batch_alone_also_after_a_step_that_was_left():
-    net = Net()
-    par = applied(net, "dp_shard=2", [FullyShard()])
-    x = x_of()[par.data_rank :: 2]
-    for _ in par.accumulate([x, x]):
-        break
-    par.module.zero_grad()
-    par.module(x).sum().backward()
-    assert all(parameter.grad is not None for parameter in par.module.parameters())
-    par.module.zero_grad()
-    for number, micro in enumerate(par.accumulate([x, x])):
-        assert all(parameter.grad is None for parameter in par.module.parameters()), number
-        par.module(micro).square().mean().backward()
+    for passes in ([FullyShard()], [Replicate()]):
+        net = Net()
+        par = applied(net, f"{passes[0].axes[0]}=2", passes)
+        x = x_of()[2 * par.data_rank :][:2]
+        for number, micro in enumerate(par.accumulate([x, x, x])):
+            par.module(micro).sum().backward()
+            if number == 1:
+                break
+        par.module.zero_grad()
+        par.module(x).square().mean().backward()
         net(x_of()).square().mean().backward()
-    for name, parameter in par.module.named_parameters():
-        torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad)
-
-
-@on_ranks(2)
-def test_tokens_and_sums_are_of_all_data_ranks():
-    par = applied(Net(), "dp_shard=2", [FullyShard()])
+        assert_gradients(par.module, net)
+        par.module.zero_grad()
+        for number, micro in enumerate(par.accumulate([x, x])):
+            assert {*gradients(par.module).values()} == {None}, number
+            par.module(micro).square().mean().backward()
+        net(x_of()).square().mean().backward()
+        assert_gradients(par.module, net)
     assert par.token_scale(3 + 2 * par.data_rank) == 2 / 8
     assert par.data_sum(torch.tensor(1.0 + par.data_rank)) == 3
 
@@ -511,26 +482,6 @@ def test_an_error_of_a_block_called_alone_is_explained():
             call(x_of())
 
 
-class CountsHeads(nn.Module):
-    """Attention, whose keys a plan leaves whole beside queries that it splits."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.out = nn.Linear(12, 12), nn.Linear(12, 6), nn.Linear(12, 12)
-
-    def forward(self, x):
-        q, k = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in (self.q(x), self.k(x)))
-        return self.out(nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True).transpose(1, 2).flatten(2))
-
-
-@on_ranks(3)
-def test_an_error_of_torchs_own_about_a_share_is_explained():
-    layout = ModelLayout(blocks=("0",), tensor={"0.q": "colwise", "0.k": "head", "0.out": "rowwise"})
-    par = applied(nn.Sequential(CountsHeads()), "tp=3", [TensorParallel()], layout)
-    with pytest.raises(ParallelError, match=r"Number of heads(.|\n)*run the model without the plan"):
-        par.module(torch.randn(1, 5, 12))
-
-
 @on_ranks(2)
 def test_an_error_without_a_message_is_explained():
     features = applied(Net(), "tp=2", [TensorParallel()]).run.find(Context)
@@ -587,17 +538,6 @@ def test_a_recomputed_and_compiled_block_that_counts_is_refused():
         par.module(x_of())
 
 
-@on_ranks(2)
-def test_two_backwards_through_one_recomputed_forward_add_up():
-    par = applied(Net(), "tp=2", [TensorParallel(), ActivationCheckpoint()])
-    loss = par.module(x_of()).square().sum()
-    loss.backward(retain_graph=True)
-    once = [whole(parameter.grad).clone() for parameter in par.module.parameters()]
-    loss.backward()
-    for first, parameter in zip(once, par.module.parameters(), strict=True):
-        torch.testing.assert_close(whole(parameter.grad), 2 * first)
-
-
 @on_ranks(4)
 def test_a_step_that_was_left_between_two_reductions_leaves_nothing_behind():
     net = Net()
@@ -608,8 +548,7 @@ def test_a_step_that_was_left_between_two_reductions_leaves_nothing_behind():
     par.module.zero_grad()
     par.module(x_of()[par.data_rank :][:1]).square().mean().backward()
     net(x_of()).square().mean().backward()
-    for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
-        torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
+    assert_gradients(par.module, net)
 
 
 @on_ranks(2)
@@ -624,8 +563,7 @@ def test_units_in_selectively_recomputed_blocks_equal_one_process():
     for _ in range(2):
         par.module.zero_grad()
         par.module(x_of()[2 * par.data_rank :][:2]).square().mean().backward()
-    for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
-        torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
+    assert_gradients(par.module, net)
 
 
 def norm():
@@ -648,42 +586,6 @@ def test_the_models_own_recomputation_counts_batches_as_in_one_process():
         par.module(x_of())
 
 
-class Routed(nn.Module):
-    """Attention's place is taken by experts, of which each rank runs those that its positions chose."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, ids):
-        x = self.norm(self.embed(ids))
-        for place, expert in enumerate(self.experts):
-            if bool((ids_of(ids, x) == place).any()):
-                x = x + expert(x)
-        return self.head(x)
-
-
-def ids_of(ids, x):
-    """The ids of this rank's positions."""
-    length = x.shape[1]
-    rank = torch.distributed.get_rank() if length < ids.shape[1] else 0
-    return ids.narrow(1, rank * length, length)
-
-
-@on_ranks(2)
-def test_a_branch_on_this_ranks_positions_alone_is_refused():
-    tensor = {"embed": "vocab", "norm": "sequence", "experts.*": "sequence", "head": "head"}
-    par = Plan("tp=2", [TensorParallel(sequence_parallel=True)], verify=False).apply(
-        Routed(), ModelLayout(tensor=tensor)
-    )
-    par.module(torch.tensor([[0, 1, 1, 0]]))  # both ranks run both
-    with pytest.raises(ParallelError, match=r"run different modules at a time, this one (experts\.[01]|head|norm)"):
-        par.module(torch.tensor([[0, 0, 1, 1]]))
-
-
 @on_ranks(2)
 def test_what_is_split_when_the_model_returns_it_is_found():
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 6))
@@ -691,14 +593,6 @@ def test_what_is_split_when_the_model_returns_it_is_found():
     par = Plan("tp=2", [TensorParallel()]).apply(net, ModelLayout(tensor=tensor))
     with pytest.raises(ParallelError, match=r"returns other values on each rank \(output 0\)"):
         par.module(x_of())
-
-
-@on_ranks(2)
-def test_a_region_around_the_embedding_is_refused():
-    layout = ModelLayout(tensor={"": "region", "embed": "vocab", "head": "head"})
-    par = Plan("tp=2", [TensorParallel()], verify=False).apply(Routed(), layout)
-    with pytest.raises(PlanError, match=r"the model is a region.* got \(1, 4\) of torch\.int64"):
-        par.module(torch.tensor([[0, 1, 1, 0]]))
 
 
 @on_ranks(2)
@@ -752,8 +646,7 @@ def test_gradients_of_gradients_of_weights_equal_one_process():
         grads = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
         norms = [grad.square().sum() for grad in grads]
         sum(one_norm.full_tensor() if isinstance(one_norm, DTensor) else one_norm for one_norm in norms).backward()
-    for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
-        torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
+    assert_gradients(par.module, net)
 
 
 @on_ranks(2)
@@ -765,41 +658,26 @@ def test_a_batch_of_ones_own_is_refused_in_a_later_step_too():
         par.module(torch.arange(6)[None] + torch.distributed.get_rank())
 
 
-@pytest.mark.skipif(not BEFORE_2_13, reason="this torch can do it")
 @on_ranks(2)
-def test_what_an_older_torch_cannot_do_is_refused():
-    par = applied(Packed(), "tp=2", [TensorParallel()], ModelLayout(tensor=PACKED_STYLES))
-    optimizer = torch.optim.LBFGS(par.module.parameters())
-    par.module(torch.arange(6)[None]).square().mean().backward()
-    with pytest.raises(MeshparError, match=r"which torch before 2\.13 cannot do"):
-        optimizer.step(lambda: 0.0)
-    net = Net()
-    net.index = nn.Parameter(torch.arange(4), requires_grad=False)
-    with pytest.raises(PlanError, match="index are parameters of integers"):
-        applied(net, "dp_shard=2", [FullyShard()])
-    applied(net, "dp_shard=2", [FullyShard(whole=("index",))]).module(x_of()).square().mean().backward()
-
-
-@on_ranks(2)
-def test_a_learning_rate_of_ones_own_is_refused():
-    par = applied(Net(), "dp_replicate=2", [Replicate()])
-    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
-    for step in range(4):
-        par.module(x_of()).square().mean().backward()
-        if step == 2:
-            optimizer.param_groups[0]["betas"] = (torch.tensor(0.9 + 1e-6 * par.data_rank),)
-            with pytest.raises(MeshparError, match=r"betas=\(0\.[89]\d*,\)"):
-                optimizer.step()
-            optimizer.param_groups[0]["betas"] = (torch.tensor(0.9),)
-        if step == 3:
-            optimizer.param_groups[0]["lr"] *= 1 + par.data_rank
-            with pytest.raises(
-                MeshparError, match=r"ranks step SGD with different settings, this rank with .*lr=0\.[12]"
-            ):
-                optimizer.step()
-        else:
+def test_settings_of_ones_own_are_refused_and_the_loop_goes_on_where_they_are_alike_again():
+    for passes in ([Replicate()], [FullyShard()]):
+        par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
+        optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+        wrong = {
+            0: {"lr": 0.1 * (1 + par.data_rank)},
+            2: {"betas": (torch.tensor(0.9 + 1e-6 * par.data_rank),)},
+            3: {"lr": 0.1 * (1 + par.data_rank)},
+        }
+        for step in range(5):
+            par.module(x_of()).square().mean().backward()
+            if step in wrong:
+                optimizer.param_groups[0].update(wrong[step])
+                said = r"betas=\(0\.[89]\d*,\)" if step == 2 else r"lr=0\.[12]"
+                with pytest.raises(MeshparError, match=f"SGD with different settings, this rank with .*{said}"):
+                    optimizer.step()
+                optimizer.param_groups[0].update(lr=0.1, betas=(torch.tensor(0.9),))
             optimizer.step()
-        optimizer.zero_grad()
+            optimizer.zero_grad()
 
 
 @on_ranks(2)
@@ -828,12 +706,8 @@ def packed(module):
     """Do what a recurrent layer does on CUDA: give its weights other memory, where they stand side by side."""
     weights = [weight for weight in module._flat_weights if isinstance(weight, torch.Tensor) and not weight.is_meta]
     with torch.no_grad():
-        memory = (
-            torch.cat([weight.reshape(-1) for weight in weights]).split([weight.numel() for weight in weights])
-            if weights
-            else ()
-        )
-        for weight, part in zip(weights, memory):
+        memory = torch.cat([weight.reshape(-1) for weight in weights] or [torch.empty(0)])
+        for weight, part in zip(weights, memory.split([weight.numel() for weight in weights])):
             weight.data = part.view_as(weight)
 
 
@@ -861,10 +735,7 @@ def recurrent_layers_equal_one_process():
             for optimizer in steps:
                 optimizer.step()
                 optimizer.zero_grad()
-        for name, parameter in par.module.named_parameters():
-            torch.testing.assert_close(
-                whole(parameter.detach()), one.get_parameter(name).detach(), msg=f"{kind} {mesh} {name}"
-            )
+        assert_weights(par, one)
 
 
 @on_ranks(2)
@@ -971,12 +842,8 @@ def test_a_loss_that_leaves_a_block_by_an_attribute_equals_one_process():
             for _ in range(2):
                 run(one, x)
                 run(par.module, x[part])
-                got = {
-                    name: None if parameter.grad is None else whole(parameter.grad)
-                    for name, parameter in par.module.named_parameters()
-                }
-                want = {name: parameter.grad for name, parameter in one.named_parameters()}
-                torch.testing.assert_close(got, want, msg=lambda said: f"{run.__name__}, {options}, {name}: {said}")  # noqa: B023
+                told = lambda said: f"{run.__name__}, {options}, {name}: {said}"  # noqa: B023, E731
+                assert_gradients(par.module, one, msg=told)
 
 
 @on_ranks(2)
@@ -1012,9 +879,7 @@ def evaluated(par, tokens):
 
 
 def check_kept(passes, mesh):
-    with torch.device("meta"):
-        model = transformer()
-    par = Plan(mesh, passes).apply(model).materialize(seed=0)
+    par = Plan(mesh, passes).apply(on_meta(transformer)).materialize(seed=0)
     tokens, part = torch.arange(8)[None], local_tensor(par.module.head.weight)
     units = units_with_parameters(par.module)
     counts = [evaluated(par, tokens)[0] for _ in range(2)]
@@ -1047,7 +912,7 @@ def check_kept(passes, mesh):
                 if factor == 2.0:
                     assert torch.equal(evaluated(par, tokens)[1], evaluated(par, tokens)[1])
         loss.backward()
-        grads.append([whole(parameter.grad) for parameter in par.module.parameters()])
+        grads.append(gradients(par.module))
         par.module.zero_grad()
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from meshpar.testing import whole
+
 
 def distance(want: torch.Tensor, have: torch.Tensor, floor: float = 0.0) -> float:
     """The largest difference relative to the largest expected value, at least ``floor``; no NaN is as expected."""
@@ -34,3 +36,21 @@ def differences(expected, got, tolerance, floor):
             yield f"{name}: only {'got' if want is None else 'expected'}"
         else:
             yield from apart(name, want, have, tolerance, floor * largest.get(name.split()[0], 0.0))
+
+
+def gradients(module):
+    """The whole gradient of each parameter of a module, None where there is none. Collective."""
+    return {
+        name: None if parameter.grad is None else whole(parameter.grad) for name, parameter in module.named_parameters()
+    }
+
+
+def assert_gradients(module, alone, **tolerance):
+    """The gradients of a module on ranks, of which a stage has a part, are those of one process."""
+    have, want = gradients(module), gradients(alone)
+    torch.testing.assert_close(have, {name: want[name] for name in have}, **tolerance)
+
+
+def assert_weights(par, alone, **tolerance):
+    """The whole state of a plan's module is that of one process."""
+    torch.testing.assert_close(dict(par.state_dict(full=True, everywhere=True)), dict(alone.state_dict()), **tolerance)

@@ -408,10 +408,8 @@ def forgotten_sum(side):
         def make_block(self):
             return Scaled()
 
-    net = side.apply(
-        side.net(Careless),
-        ModelLayout(blocks=("blocks.*",), tensor={**LAYOUT.tensor.styles, "blocks.*.scale": "sequence"}),
-    )
+    forgets = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor.styles, "blocks.*.scale": "sequence"})
+    net = side.apply(side.net(Careless), forgets)
     train(side, net, sgd(net))
 
 
@@ -430,12 +428,8 @@ def torchs_clipping(side):
 @habit(GRADIENTS, "the norm that `torch.nn.utils.clip_grad_norm_` returns, read by `.item()`")
 def torchs_norm(side):
     net = side.apply(side.net())
-    train(
-        side,
-        net,
-        sgd(net),
-        before_step=lambda x: side.note("norm", nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()),
-    )
+    clip = lambda x: side.note("norm", nn.utils.clip_grad_norm_(net.parameters(), 0.1).item())  # noqa: E731
+    train(side, net, sgd(net), before_step=clip)
 
 
 @habit(GRADIENTS, "`torch.nn.utils.clip_grad_value_(module.parameters(), bound)`")
@@ -1070,16 +1064,17 @@ def metric_after_step(side):
     train(side, net, sgd(net), after_step=lambda x: side.note_rows("metric", net(x)))
 
 
+class Dropping(Net):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def encode(self, x):
+        return self.drop(super().encode(x))
+
+
 @habit(EVALUATION, "`module.eval()` and `module.train()`, dropout in the model")
 def modes(side):
-    class Dropping(Net):
-        def __init__(self):
-            super().__init__()
-            self.drop = nn.Dropout(0.5)
-
-        def encode(self, x):
-            return self.drop(super().encode(x))
-
     net = side.apply(side.net(Dropping)).eval()
     train(side, net, sgd(net))
     side.note("differs in training", float(not torch.equal(net.train()(batch(0)[0]), net.eval()(batch(0)[0]))))
@@ -1148,13 +1143,8 @@ def running_mean(side):
             return x - self.mean
 
     net = side.apply(side.net(Running))
-    train(
-        side,
-        net,
-        sgd(net),
-        after_step=lambda x: None if side.alone else side.par.clip_grad_norm_(float("inf")),
-        micro_batches=1,
-    )
+    meet = lambda x: None if side.alone else side.par.clip_grad_norm_(float("inf"))  # noqa: E731
+    train(side, net, sgd(net), after_step=meet, micro_batches=1)
 
 
 DATA = "Data and ranks"
@@ -1193,14 +1183,6 @@ def sampler_by_rank(side):
 
 @habit(DATA, "`torch.manual_seed(rank)` and dropout")
 def seeds_by_rank(side):
-    class Dropping(Net):
-        def __init__(self):
-            super().__init__()
-            self.drop = nn.Dropout(0.5)
-
-        def encode(self, x):
-            return self.drop(super().encode(x))
-
     net = side.apply(side.net(Dropping))
     optimizer = sgd(net)
     for seed in range(3):

@@ -9,6 +9,7 @@ from torch import nn
 from meshpar import ModelLayout, Plan, StagesLayout
 from meshpar.tensors.placements import whole_tensor
 from meshpar.testing import token_loss_sum
+from tests.support.comparison import gradients
 from tests.support.models_for_parity import VOCAB, huggingface, huggingface_gpt2, transformer
 
 SHAPES = ((2, 6), (1, 10), (3, 4), (2, 8), (1, 6), (2, 4), (4, 8))  # samples and positions of micro-batches
@@ -33,34 +34,30 @@ def scaled_loss(scale):
     return lambda module, batch: token_loss_sum(module, batch)[0] * scale
 
 
-def gradient_of(parameter):
-    return None if parameter.grad is None else whole_tensor(parameter.grad).clone()
-
-
 def trained(make, mesh, passes, number=4, steps=3):
     """Train and return losses, norms, first gradients and last weights by name, of all stages."""
     torch.manual_seed(0)
     par = Plan(mesh, passes).apply(make())
     optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3, fused=True)
-    losses, norms, gradients = [], [], {}
+    losses, norms, grads = [], [], {}
     for step in range(steps):
         mine = [par.split(batch) for batch in batches(par.data_rank, step, number)]
         total = par.backward(mine, scaled_loss(par.token_scale(sum(map(count, mine)))))
         if not step:
-            gradients = {name: gradient_of(parameter) for name, parameter in par.module.named_parameters()}
+            grads = gradients(par.module)
         norms.append(float(par.clip_grad_norm_(1.0)))
         losses.append(float(par.data_sum(total.clone()) / par.loss_size))
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: whole_tensor(parameter).clone() for name, parameter in par.module.named_parameters()}
-    return losses, norms, gradients, weights
+    return losses, norms, grads, weights
 
 
 def one_process(make, data_ranks, number=4, steps=3):
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
-    losses, norms, gradients = [], [], {}
+    losses, norms, grads = [], [], {}
     for step in range(steps):
         every = [batch for rank in range(data_ranks) for batch in batches(rank, step, number)]
         tokens = sum(map(count, every))
@@ -70,27 +67,20 @@ def one_process(make, data_ranks, number=4, steps=3):
             loss.backward()
             total += float(loss.detach())
         if not step:
-            gradients = {name: gradient_of(parameter) for name, parameter in model.named_parameters()}
+            grads = gradients(model)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         losses.append(total)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, gradients, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return losses, norms, grads, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def assert_as_one_process(make, mesh, passes, data_ranks=1, number=4):
-    losses, norms, gradients, weights = trained(make, mesh, passes, number)
+    losses, norms, grads, weights = trained(make, mesh, passes, number)
     expected = one_process(make, data_ranks, number)
-    torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(norms, expected[1], rtol=1e-5, atol=1e-6)
-    for name, value in gradients.items():
-        torch.testing.assert_close(
-            value, expected[2][name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name} {text}"
-        )
-    for name, value in weights.items():
-        torch.testing.assert_close(
-            value, expected[3][name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name} {text}"
-        )
+    torch.testing.assert_close((losses, norms), expected[:2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grads, {name: expected[2][name] for name in grads}, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights, {name: expected[3][name] for name in weights}, rtol=1e-5, atol=1e-5)
     names = [None] * dist.get_world_size()
     dist.all_gather_object(names, list(weights))
     assert set().union(*names) == set(expected[3])

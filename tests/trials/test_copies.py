@@ -3,9 +3,10 @@
 import functools
 import itertools
 import queue
+import random
 import threading
 import weakref
-from collections import namedtuple
+from collections import deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -68,6 +69,7 @@ class Writes(nn.Module):
         self.register_buffer("mean", zeros())
         self.dice, self.array, self.generator = np.random.default_rng(0), (np.zeros(2),), torch.Generator()
         self.iterates, self.numbers, (self.count, self.counted) = Iterates(), itertools.count(), counter()
+        self.seen, self.latest, self.random = set(), deque(maxlen=3), random.Random(0)
         self.itself, self.plain = weakref.ref(self), self.linear.forward
         self.linear.forward = lambda x: 2 * self.itself().plain(x)
 
@@ -78,6 +80,7 @@ class Writes(nn.Module):
         state = self.dice.bit_generator.state["state"]["state"]
         plain = [self.array[0].tolist(), state, self.iterates.left, repr(self.numbers), self.counted()]
         plain += [self.called, list(LOSSES), CALLS, self.generator.get_state().tolist()]
+        plain += [set(self.seen), list(self.latest), self.random.getstate()]
         return [*plain, *((tensor.tolist(), tensor._version, id(tensor)) for tensor in self.tensors())]
 
     def forward(self, x, pair):
@@ -86,6 +89,7 @@ class Writes(nn.Module):
             tensor.add_(1)
         self.array[0][0] = self.dice.random() + torch.rand((), generator=self.generator).item()
         next(self.iterates), next(self.numbers), self.count()
+        self.seen.add(len(self.seen)), self.latest.append(self.random.random())
         type(self).called += 1
         LOSSES.append(torch.rand(()))
         CALLS += 1

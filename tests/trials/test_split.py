@@ -1,11 +1,9 @@
 """The split tries itself: in the first step, without any guard of a single case, it finds what a split gets wrong."""
 
 import gc
-import itertools
 import logging
 import random
 import re
-from collections import deque
 from unittest import mock
 
 import pytest
@@ -15,12 +13,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshpar.passes.tensor.styles
-from meshpar import ActivationCheckpoint, FullyShard, Guard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
+from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
 from meshpar.passes.positions.attention import Mask, documents
 from meshpar.tensors.digests import leaves
-from meshpar.testing import assert_parity, on_ranks, token_steps, whole
+from meshpar.testing import assert_parity, on_ranks, token_steps
 from meshpar.trials import copies
 from meshpar.trials.split import _Inputs, split_test
+from tests.accelerator.simulated import without_guards
+from tests.support.comparison import assert_gradients, gradients
+from tests.support.loop_habits import OutOfMemory
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily
 
@@ -28,6 +29,10 @@ LAYOUT = ModelLayout(
     blocks=("blocks.*",),
     tensor={"embed": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"},
 )
+
+
+def with_styles(styles):
+    return ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor.styles, **styles})
 
 
 class Block(nn.Module):
@@ -111,20 +116,12 @@ def unwrapped(parameter):
 
 def first_forward_finds(options, what, positions):
     torch.manual_seed(0)
-    tensor = {**LAYOUT.tensor.styles, "blocks.*.norm": "sequence"} if positions else LAYOUT.tensor.styles
-    layout = ModelLayout(blocks=LAYOUT.blocks, tensor=tensor)
-    plan = Plan("tp=2", [TensorParallel(sequence_parallel=positions)])
-    par = plan.apply(Model(**options), layout)
-    par.run.moments = [moment for moment in par.run.moments if not isinstance(moment, Guard)]
+    layout = with_styles({"blocks.*.norm": "sequence"} if positions else {})
+    par = without_guards(Plan("tp=2", [TensorParallel(sequence_parallel=positions)]).apply(Model(**options), layout))
     with pytest.raises(ParallelError, match=rf"blocks\.0: ({what}).*, off by [^\n]*(\n.*)*colwise_gather"):
         par.module(IDS)
-    par = Plan("tp=2", [TensorParallel(sequence_parallel=positions)], verify=False).apply(_again(options), layout)
+    par = Plan("tp=2", [TensorParallel(sequence_parallel=positions)], verify=False).apply(Model(**options), layout)
     par.module(IDS)
-
-
-def _again(options):
-    torch.manual_seed(0)
-    return Model(**options)
 
 
 @on_ranks(2)
@@ -137,20 +134,10 @@ def test_what_differs_between_layers_is_a_kind_of_its_own():
         par.module(IDS)
 
 
-class FullMemory(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise MemoryError
-
-
 @on_ranks(2)
 def test_an_error_in_a_blocks_backward_reaches_the_loops_backward_and_no_forward():
     par = Plan("tp=2", [TensorParallel()]).apply(Model(), LAYOUT)
-    hook = par.module.blocks[0].norm.register_forward_hook(lambda module, args, output: FullMemory.apply(output))
+    hook = par.module.blocks[0].norm.register_forward_hook(lambda module, args, output: OutOfMemory.apply(output))
     output = par.module(IDS)
     with pytest.raises(MemoryError):
         output.sum().backward()
@@ -203,7 +190,7 @@ class Scaled(Model):
         self.blocks = nn.ModuleList(Gained() for _ in range(2))
 
 
-WITH_GAIN = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor.styles, "blocks.*.gain": None})
+WITH_GAIN = with_styles({"blocks.*.gain": None})
 
 
 def loss_sum(model, batch):
@@ -260,20 +247,20 @@ def test_a_split_is_proved_without_processes(passes):
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
 
 
-def test_a_wrong_split_is_found_without_processes():
+def test_what_is_wrong_is_found_without_processes():
     with pytest.raises(ParallelError, match=r"blocks\.0: output, off by"):
         Plan("tp=2", [TensorParallel()]).prove(Model(between=sparse), IDS, LAYOUT)
-
-
-def test_an_output_of_a_shape_that_is_no_part_of_the_whole_is_told():
-    layout = ModelLayout(
-        blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor.styles, "blocks.*.norm": "sequence", "head": "rowwise_split"}
-    )
-    plan = Plan("tp=2", [TensorParallel(sequence_parallel=True)])
+    layout = with_styles({"blocks.*.norm": "sequence", "head": "rowwise_split"})
     with pytest.raises(
         ParallelError, match=r"the model: it returns \(1, 3, 12\), which is no rank's part of \(1, 12, 12\)"
     ):
-        plan.prove(Model(), IDS, layout)
+        Plan("tp=2", [TensorParallel(sequence_parallel=True)]).prove(Model(), IDS, layout)
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    with pytest.raises(
+        ParallelError, match=r"2 \(Linear\) failed(.|\n)*remedy: give it the style 'rowwise'.*'2': 'rowwise'"
+    ):
+        layout = ModelLayout(tensor={"0": "colwise"})
+        Plan("tp=2", [TensorParallel()]).prove(module, torch.zeros(1, 4, 8), layout, world_size=2)
 
 
 def test_an_output_that_refers_to_itself_is_searched_once():
@@ -283,16 +270,6 @@ def test_an_output_that_refers_to_itself_is_searched_once():
     box, tensor = Box(), torch.ones(1)
     box.itself, box.held = box, [tensor]
     assert list(leaves(box, objects=True)) == [tensor]
-
-
-def test_a_projection_that_got_a_part_is_named_with_its_remedy():
-    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    with pytest.raises(
-        ParallelError, match=r"2 \(Linear\) failed(.|\n)*remedy: give it the style 'rowwise'.*'2': 'rowwise'"
-    ):
-        Plan("tp=2", [TensorParallel()]).prove(
-            module, torch.zeros(1, 4, 8), ModelLayout(tensor={"0": "colwise"}), world_size=2
-        )
 
 
 SEEN = []
@@ -306,32 +283,19 @@ class Tally:
 
 
 class Leaving(Block):
-    """A block that keeps what it computes in whatever ways there are."""
+    """A block that keeps what it computes: ``test_copies.py`` has more kinds of places."""
 
     made = 0
 
     def __init__(self):
         super().__init__()
-        self.probe, self.number, self.peak = nn.Linear(8, 2), itertools.count(), torch.zeros(())
-        self.losses, self.cache, self.shapes, self.history = [], {}, set(), deque(maxlen=3)
-        self.dice, self.generator = random.Random(0), torch.Generator()
+        self.probe, self.peak, self.losses = nn.Linear(8, 2), torch.zeros(()), []
         self.register_buffer("mean", torch.zeros(8))
-        calls = 0
-
-        def count():
-            nonlocal calls
-            calls += 1
-            return calls
-
-        self.count = count
 
     def forward(self, x, tally=None):
         x = super().forward(x)
         self.aux = self.probe(x.detach()).square().mean()
         self.losses.append(self.aux)
-        self.cache[next(self.number)] = self.count()
-        self.shapes.add(len(self.losses))
-        self.history.append(self.dice.random() + torch.rand((), generator=self.generator).item())
         self.mean.mul_(0.5).add_(x.detach().mean((0, 1)))
         self.peak.copy_(x.detach().abs().max())
         type(self).made += 1
@@ -342,15 +306,8 @@ class Leaving(Block):
         return x
 
     def left(self):
-        plain = [self.cache, self.shapes, list(self.history), self.count(), type(self).made, list(SEEN)]
-        return [
-            *plain,
-            round(self.mean.sum().item(), 4),
-            round(self.peak.item(), 4),
-            self.peak._version,
-            len(self.losses),
-            next(self.number),
-        ]
+        values = [round(value.sum().item(), 4) for value in (self.mean, self.peak)]
+        return [type(self).made, list(SEEN), values, self.peak._version, len(self.losses)]
 
 
 class Remembers(Model):
@@ -380,10 +337,7 @@ def first_step(module=None):
         + sum(module.tally.losses)
     )
     loss.backward()
-    grads = {
-        name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        for name, parameter in module.named_parameters()
-    }
+    grads = gradients(module)
     left = [block.left() for block in module.blocks]
     return loss.detach(), grads, [left, len(heard), module.tally.calls, torch.rand(()).item(), random.random()]
 
@@ -436,8 +390,7 @@ def test_a_loss_that_takes_in_what_a_rank_has_a_part_of_is_refused_and_exact_whe
     par = Plan("tp=2", [TensorParallel(styles=whole)]).apply(Penalised(), LAYOUT)
     step(one, 0.1)
     step(par.module, 0.1)
-    for name, parameter in par.module.blocks.named_parameters():
-        torch.testing.assert_close(parameter.grad.full_tensor(), one.blocks.get_parameter(name).grad)
+    assert_gradients(par.module, one)
 
 
 @on_ranks(2)
@@ -449,27 +402,27 @@ def test_a_block_that_holds_what_cannot_be_copied_is_not_tried_and_is_named():
     assert next(model.blocks[0].numbers) == 0
 
 
+def shortened(par, *args):
+    return split_test(par.module, par.resolved.blocks, par.device, par.run.facts)._short(args, {}, whole=True)
+
+
 @on_ranks(2)
 def test_a_large_batch_is_tried_on_its_first_samples_and_a_long_one_on_a_shorter_batch():
     par = Plan("tp=2", [TensorParallel()]).apply(Model(), LAYOUT)
     with mock.patch("meshpar.trials.split.INPUTS", 200):
         verification = par.verify(IDS.expand(6, -1))
-        kept = split_test(par.module, par.resolved.blocks, par.device, par.run.facts)._short(
-            (torch.zeros(6, 12, 8), torch.zeros(12, 8)), {}, whole=True
-        )
+        kept = shortened(par, torch.zeros(6, 12, 8), torch.zeros(12, 8))
     assert not verification.skipped and set(verification.modules) == {"blocks.0", "embed", "head"}
     assert [argument.shape for argument in kept.args] == [(1, 12, 8), (12, 8)]
     with mock.patch("meshpar.trials.split.INPUTS", 40):
-        flat = split_test(par.module, par.resolved.blocks, par.device, par.run.facts)._short(
-            (torch.zeros(1, 96),), {}, whole=True
-        )
+        flat = shortened(par, torch.zeros(1, 96))
         assert flat.why.startswith("its input has 96 elements in one sample, expected at most 80")
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @on_ranks(2)
 def test_a_block_whose_sample_is_too_large_is_tried_on_its_first_positions(sequence):
-    layout = ModelLayout(blocks=("blocks.*",), tensor={**LAYOUT.tensor.styles, "blocks.*.norm": "sequence"})
+    layout = with_styles({"blocks.*.norm": "sequence"})
     passes = [TensorParallel(sequence_parallel=sequence)]
     for wrong in (False, True):
         between = (lambda h: F.rms_norm(h, h.shape[-1:])) if wrong else F.gelu
@@ -512,9 +465,7 @@ def test_the_styles_that_a_message_says_leave_modules_with_a_forward_of_their_ow
         alone, par = scaled(place), Plan("tp=2", [remedy]).apply(scaled(place), LAYOUT)
         for net in (alone, par.module):
             F.cross_entropy(net(IDS).flatten(0, 1), IDS.flatten()).backward()
-        for name, parameter in alone.named_parameters():
-            got = whole(par.module.get_parameter(name).grad)
-            assert torch.allclose(got, parameter.grad, atol=1e-9), (place, name)
+        assert_gradients(par.module, alone, rtol=1e-5, atol=1e-9)
 
 
 class Mixing(nn.Module):
@@ -540,7 +491,7 @@ class Mixed(nn.Module):
 
 @on_ranks(2)
 def test_one_parameter_is_whole_at_a_time():
-    layout = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor.styles, "embed": None, "head": None})
+    layout = with_styles({"embed": None, "head": None})
     alive, most, join = [], [], copies.WholeReads.join
 
     def counted(self, part):

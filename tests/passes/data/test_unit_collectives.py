@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
 from dataclasses import replace
 
 import pytest
@@ -32,7 +30,8 @@ from meshpar.passes.data.unit_collectives import ReplicaShards, scatter_sums
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
 from meshpar.testing.parity import train_steps
-from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.comparison import gradients
+from tests.support.models_for_parity import VOCAB, on_meta, transformer
 from tests.support.tiers import daily
 
 WORLD = HybridShard(optimizer="world")
@@ -42,9 +41,7 @@ SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
 
 
 def sharded(passes=(WORLD,), mesh="dp_replicate=2,dp_shard=2", build=ODD):
-    with torch.device("meta"):
-        module = build()
-    return Plan(mesh, list(passes)).apply(module).materialize(seed=0)
+    return Plan(mesh, list(passes)).apply(on_meta(build)).materialize(seed=0)
 
 
 def weights(par):
@@ -72,12 +69,9 @@ def test_two_replicas_of_two_shards_equal_one_process():
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
     expected = one_process(ODD, steps, max_norm=0.5)
     assert_parity(ODD, "dp_replicate=2,dp_shard=2", [WORLD], steps, expected=expected, max_norm=0.5)
-    kept = HybridShard(
-        optimizer="world", reshard_after_forward=False, offload="cpu", prefetch_forward=1, whole=("norm.weight",)
-    )
-    assert_parity(
-        ODD, "dp_replicate=2,dp_shard=2", [ActivationCheckpoint(), kept], steps, expected=expected, max_norm=0.5
-    )
+    options = dict(reshard_after_forward=False, offload="cpu", prefetch_forward=1, whole=("norm.weight",))
+    passes = [ActivationCheckpoint(), HybridShard(optimizer="world", **options)]
+    assert_parity(ODD, "dp_replicate=2,dp_shard=2", passes, steps, expected=expected, max_norm=0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unit_collectives, "_Reduce", PlainReduce)
         assert_parity(ODD, "dp_replicate=4,dp_shard=1", [WORLD], steps, expected=expected, max_norm=0.5)
@@ -97,12 +91,10 @@ def test_divided_experts_equal_one_process():
 
 @pytest.mark.nightly
 @on_ranks(4)
-def test_divided_experts_resume_on_replicas_that_each_have_an_optimizer_and_back():
+def test_divided_experts_resume_on_replicas_that_each_have_an_optimizer_and_back(tmp_path):
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
     meshes = [(EXPERTS, [ExpertParallel(), pass_]) for pass_ in (WORLD, HybridShard(), WORLD)]
-    root = [tempfile.mkdtemp(prefix="meshpar-world-")]
-    dist.broadcast_object_list(root)
-    manager, seen = CheckpointManager(root[0]), []
+    manager, seen = CheckpointManager(tmp_path), []
     for number, (mesh, passes) in enumerate(meshes):
         par = sharded(passes, mesh, MIXTURE)
         optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
@@ -113,8 +105,6 @@ def test_divided_experts_resume_on_replicas_that_each_have_an_optimizer_and_back
         seen.append(weights(par) | moments(par, optimizer))
     same_bits(seen[0], seen[1])
     same_bits(seen[1], seen[2])
-    dist.barrier()
-    shutil.rmtree(root[0], ignore_errors=True)
 
 
 @pytest.mark.parametrize("dtype", daily([torch.bfloat16, torch.float16, None], torch.bfloat16, ids=str))
@@ -124,9 +114,8 @@ def test_it_has_the_bits_of_plain_hybrid_sharding(dtype):
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
     runs = []
     for optimizer in ("replica", "world"):
-        par = sharded(
-            [HybridShard(optimizer=optimizer, param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)]
-        )
+        reduced = None if dtype is None else torch.float32
+        par = sharded([HybridShard(optimizer=optimizer, param_dtype=dtype, reduce_dtype=reduced)])
         record = train_steps(par, steps, optimizer=sgd(par))  # unclipped: the norm adds up in another order
         runs.append(record.weights | {str(number): torch.tensor(value) for number, value in enumerate(record.losses)})
     same_bits(*runs)
@@ -141,7 +130,7 @@ def test_micro_batches_that_are_reduced_each_add_up_in_slices():
         par = sharded()
         for batch in par.accumulate(batches, reduce_each=reduces):
             token_loss_sum(par.module, batch)[0].backward()
-        found.append({name: whole(parameter.grad) for name, parameter in par.module.named_parameters()})
+        found.append(gradients(par.module))
     for name, grad in found[0].items():
         assert torch.allclose(grad, found[1][name], rtol=1e-5, atol=1e-6 * float(grad.abs().max())), name
 
@@ -194,15 +183,13 @@ BY_DAY = ("dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2")
 @pytest.mark.nightly
 @pytest.mark.parametrize("meshes", [BY_DAY, tuple(RESUMED)], ids=" then ".join)
 @on_ranks(4)
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and_its_values_on_others(meshes):
-    root = [tempfile.mkdtemp(prefix="meshpar-world-")]
-    dist.broadcast_object_list(root)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and_its_values_on_others(tmp_path, meshes):
     steps = token_steps(VOCAB, parts=4, steps=4)
     adamw = lambda par: torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3, fused=True)  # noqa: E731
     par = sharded()
     optimizer = adamw(par)
     train_steps(par, steps[:2], optimizer=optimizer)
-    manager = CheckpointManager(root[0])
+    manager = CheckpointManager(tmp_path)
     manager.save(2, par, optimizer)
     middle = weights(par) | moments(par, optimizer)
     train_steps(par, steps[2:], optimizer=optimizer)
@@ -224,8 +211,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and
     again = adamw(back)
     manager.restore(back, again, step=3)  # written by the last of the others
     same_bits(weights(back) | moments(back, again), middle)
-    dist.barrier()
-    shutil.rmtree(root[0], ignore_errors=True)
 
 
 @on_ranks(4)
@@ -271,9 +256,8 @@ def test_slices_of_all_units_travel_from_the_start_of_a_forward_in_a_group_of_th
     assert axis == "dp_replicate"
     assert (axis, group) in list(par.groups())
     assert group is not dict(par.groups())["dp_shard"]
-    par.module.layers[0].register_forward_pre_hook(
-        lambda *_: begun.append([gather.fresh for gather in shards._gathers])
-    )
+    note = lambda *_: begun.append([gather.fresh for gather in shards._gathers])  # noqa: E731
+    par.module.layers[0].register_forward_pre_hook(note)
     token_loss_sum(par.module, random_tokens(99, 1, 8, seed=0))
     assert all(begun[0]) and len(begun[0]) > 2
 
@@ -292,9 +276,8 @@ def test_weights_swapped_for_an_evaluation_leave_the_backward_around_it_alone():
                     with torch.no_grad():
                         token_loss_sum(par.module, micro)
             loss.backward()
-        found.append({name: whole(parameter.grad) for name, parameter in par.module.named_parameters()})
-    for name, grad in found[0].items():
-        torch.testing.assert_close(grad, found[1][name])
+        found.append(gradients(par.module))
+    torch.testing.assert_close(*found)
 
 
 def moments(par, optimizer):
@@ -312,9 +295,7 @@ def test_optimizer_state_is_divided_by_the_replicas_and_described_to_the_byte():
             described[scope] = Plan("dp_replicate=2,dp_shard=2", chosen).describe(transformer())
     plain, world = described["replica"], described["world"]
     assert 2 * world.optimizer_bytes == plain.optimizer_bytes and 2 * world.parameter_bytes == plain.parameter_bytes
-    assert world.shard_bytes == world.parameter_bytes and plain.shard_bytes == 0, (
-        "half of float32: the whole shard in bfloat16"
-    )
+    assert (world.shard_bytes, plain.shard_bytes) == (world.parameter_bytes, 0), "the whole shard in bfloat16"
     assert "of shards for its replica" in str(world) and "of shards" not in str(plain)
     on_ranks(4)(real_bytes)(passes, described)
 
@@ -334,8 +315,7 @@ def real_bytes(passes, expected):
 @pytest.mark.long
 def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
     """In nodes of two ranks only all 8 fit."""
-    with torch.device("meta"):
-        model = transformer(dim=256, hidden=1024, layers=8)
+    model = on_meta(lambda: transformer(dim=256, hidden=1024, layers=8))
     count = sum(parameter.numel() for parameter in model.parameters())
     h100 = Hardware.load("h100")
     small = replace(h100, node=2, memory=h100.reserved + RESERVED_RANGE[1] * 6 * count)
@@ -395,9 +375,7 @@ def test_sums_in_half_precision_are_rounded_once():
 )
 @on_ranks("mesh")
 def test_no_unit_makes_a_reduce_scatter_on_a_cpu(mesh, data_pass):
-    with torch.device("meta"):
-        module = transformer()
-    par = Plan(mesh, [data_pass]).apply(module).materialize(seed=0)
+    par = Plan(mesh, [data_pass]).apply(on_meta(transformer)).materialize(seed=0)
     recorder = Recorder({})
     with recorder:
         recorder.phase("step")
@@ -412,8 +390,7 @@ def test_no_unit_makes_a_reduce_scatter_on_a_cpu(mesh, data_pass):
 def test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it():
     norms = []
     for forced in (None, False, True):
-        with torch.device("meta"):
-            module = transformer()
+        module = on_meta(transformer)
         par = Plan("dp_shard=2", [FullyShard()]).apply(module).materialize(seed=0)
         for unit in units_with_parameters(par.module) if forced is not None else ():
             unit.set_gradient_divide_factor(4.0)

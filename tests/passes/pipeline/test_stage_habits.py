@@ -1,9 +1,12 @@
 """Habits of loops over stages: exact as one process, or refused on all stages in the step in which they happen."""
 
+import copy
 import io
+import itertools
 import math
 import zlib
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,19 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from meshpar import (
-    CheckpointError,
-    FullyShard,
-    MeshparError,
-    ModelLayout,
-    PipelineParallel,
-    Plan,
-    PlanError,
-    TensorParallel,
-)
+from meshpar import CheckpointError, FullyShard, MeshparError, ModelLayout, PipelineParallel, Plan, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.testing import on_ranks
 from meshpar.training import LossScaler
+from tests.support.comparison import assert_gradients, assert_weights
 from tests.support.tiers import daily
 
 VOCAB, WIDTH, STEPS = 17, 8, 3
@@ -122,50 +117,44 @@ def assert_equal(one, other):
     torch.testing.assert_close(dict(one[1]), dict(other[1]), rtol=1e-9, atol=1e-9)
 
 
-def by_hand(par):
-    return torch.sqrt(sum(parameter.grad.pow(2).sum() for parameter in par.module.parameters()))
+def stages(net=None, layout=None, passes=None, mesh="pp=2", **options):
+    """A model of its own, or that of the caller, over stages."""
+    return Plan(mesh, passes or [PipelineParallel(**options)]).apply(model() if net is None else net, layout)
 
 
-def read_one_by_one(par):
-    return sum(parameter.grad.detach().norm().item() ** 2 for parameter in par.module.parameters()) ** 0.5
+def total(net, number=4):
+    """The loss of a step's micro-batches in one process, before its backward."""
+    return sum(plain_loss(net, batch) for batch in micro_batches(0, number))
 
 
-def stacked(par):
-    return torch.stack([parameter.grad.norm() for parameter in par.module.parameters()]).norm()
+TIGHT, LOSS = {"rtol": 1e-9, "atol": 1e-9}, {"rtol": 1e-6, "atol": 1e-6}  # totals are float32
 
 
-def torchs(par):
-    return torch.nn.utils.clip_grad_norm_(par.module.parameters(), 0.3)
+def grads_of(par):
+    return [parameter.grad for parameter in par.module.parameters()]
 
 
-def total_norm(par):
-    return torch.nn.utils.get_total_norm([parameter.grad for parameter in par.module.parameters()])
-
-
-def of_whole_tensors(par):
-    return sum(parameter.grad.full_tensor().norm() for parameter in par.module.parameters())
-
-
-def is_finite(par):
-    return all(bool(parameter.grad.isfinite().all()) for parameter in par.module.parameters())
-
-
-def of_weights(par):
-    return torch.cat([parameter.detach().flatten() for parameter in par.module.parameters()]).norm()
-
-
-def by_numpy(par):
-    return math.sqrt(sum(np.linalg.norm(parameter.grad.numpy()) ** 2 for parameter in par.module.parameters()))
-
-
-NUMBERS = [torchs, total_norm, by_hand, read_one_by_one, stacked, is_finite, of_weights, by_numpy]
+NUMBERS = [
+    lambda par: torch.nn.utils.clip_grad_norm_(par.module.parameters(), 0.3),
+    lambda par: torch.nn.utils.get_total_norm(grads_of(par)),
+    lambda par: torch.sqrt(sum(grad.pow(2).sum() for grad in grads_of(par))),
+    lambda par: sum(grad.detach().norm().item() ** 2 for grad in grads_of(par)) ** 0.5,
+    lambda par: torch.stack([grad.norm() for grad in grads_of(par)]).norm(),
+    lambda par: all(bool(grad.isfinite().all()) for grad in grads_of(par)),
+    lambda par: torch.cat([parameter.detach().flatten() for parameter in par.module.parameters()]).norm(),
+    lambda par: math.sqrt(sum(np.linalg.norm(grad.numpy()) ** 2 for grad in grads_of(par))),
+]
+OF_SHARDS = [
+    *(NUMBERS[place] for place in (0, 2, 4)),
+    lambda par: sum(grad.full_tensor().norm() for grad in grads_of(par)),
+]
 
 
 @on_ranks(2)
 def test_numbers_of_several_parameters_are_refused_and_the_remedy_is_exact():
+    par = stages()
+    par.backward(micro_batches(0), plain_loss)
     for number in NUMBERS:
-        par = Plan("pp=2", [PipelineParallel()]).apply(model())
-        par.backward(micro_batches(0), plain_loss)
         with pytest.raises(MeshparError, match="would get another number"):
             number(par)
     for parameter in par.module.parameters():  # a number of one
@@ -178,9 +167,9 @@ def test_numbers_of_several_parameters_are_refused_and_the_remedy_is_exact():
 @on_ranks(4)
 def test_numbers_of_several_sharded_parameters_are_refused_and_the_remedy_is_exact():
     passes = [PipelineParallel(), FullyShard()]
-    for number in (torchs, by_hand, stacked, of_whole_tensors):
-        par = Plan("pp=2,dp_shard=2", passes).apply(model())
-        par.backward(micro_batches(0), plain_loss)
+    par = stages(mesh="pp=2,dp_shard=2", passes=passes)
+    par.backward(micro_batches(0), plain_loss)
+    for number in OF_SHARDS:
         with pytest.raises(MeshparError, match="would get another number"):
             number(par)
 
@@ -188,7 +177,7 @@ def test_numbers_of_several_sharded_parameters_are_refused_and_the_remedy_is_exa
         penalty = sum(parameter.full_tensor().pow(2).sum() for parameter in module.parameters())
         return plain_loss(module, batch) + penalty
 
-    par = Plan("pp=2,dp_shard=2", passes).apply(model())
+    par.module.zero_grad()
     with pytest.raises(MeshparError, match="would get another number"):
         par.backward(micro_batches(0), penalized)
     par = Plan("pp=2,dp_shard=2", [PipelineParallel(), FullyShard(reshard_after_forward=False)]).apply(model())
@@ -208,24 +197,27 @@ def test_what_is_computed_of_each_parameter_alone_is_exact_and_leaves_no_trace()
             parameter.grad.mul_(torch.clamp(0.1 / parameter.grad.norm(), max=1.0))
             parameter.data.mul_(0.99)
 
-    stages = on_stages(plain_loss, lambda par: clip_each(par.module))
-    assert_equal(stages, in_one_process(plain_loss, clip_each))
+    trained = on_stages(plain_loss, lambda par: clip_each(par.module))
+    assert_equal(trained, in_one_process(plain_loss, clip_each))
     kept = []
     on_stages(plain_loss, lambda par: kept.extend(value.detach().clone() for value in par.module.parameters()))
     torch.save(kept, saved := io.BytesIO())
     saved.seek(0)
     assert {type(value) for value in torch.load(saved, weights_only=True)} == {torch.Tensor}
-    assert {type(value) for value in stages[1].values()} == {torch.Tensor}
+    assert {type(value) for value in trained[1].values()} == {torch.Tensor}
 
 
 @on_ranks(2)
 def test_a_penalty_over_all_parameters_in_loss_is_refused_on_all_stages():
+    def squares(module):
+        return sum(parameter.pow(2).sum() for parameter in module.parameters())
+
     def before(module, batch):
-        penalty = sum(parameter.pow(2).sum() for parameter in module.parameters())
+        penalty = squares(module)
         return plain_loss(module, batch) + penalty
 
     def behind(module, batch):
-        return plain_loss(module, batch) + sum(parameter.pow(2).sum() for parameter in module.parameters())
+        return plain_loss(module, batch) + squares(module)
 
     for loss in (before, behind):
         with pytest.raises(MeshparError, match=r"several parameters or gradients, .* would get another number"):
@@ -233,16 +225,13 @@ def test_a_penalty_over_all_parameters_in_loss_is_refused_on_all_stages():
 
     plain = model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
-    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    par = stages()
     decaying = torch.optim.SGD(par.module.parameters(), lr=0.3, weight_decay=2.0)
-    sum(plain_loss(plain, batch) for batch in micro_batches(0)).backward()
-    sum(parameter.pow(2).sum() for parameter in plain.parameters()).backward()
+    (total(plain) + squares(plain)).backward()
     par.backward(micro_batches(0), plain_loss)
     optimizer.step()
     decaying.step()
-    torch.testing.assert_close(
-        par.state_dict(full=True, everywhere=True), dict(plain.state_dict()), rtol=1e-9, atol=1e-9
-    )
+    assert_weights(par, plain, **TIGHT)
 
 
 def tied_model():
@@ -259,16 +248,16 @@ def step_in_hooks(net):
 
 @on_ranks(2)
 def test_optimizers_that_step_in_hooks_are_refused_where_gradients_are_parts_and_the_remedy_is_exact():
-    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    par = stages()
     step_in_hooks(par.module)
     with pytest.raises(MeshparError, match=r"an optimizer steps in a hook|another stage of pp failed"):
         par.backward(micro_batches(0, 2), plain_loss)
     assert_equal(on_stages(plain_loss), in_one_process(plain_loss))
-    par, net = Plan("pp=2", [PipelineParallel()]).apply(model()), model()
+    par, net = stages(), model()
     for module, run in ((par.module, partial(par.backward, micro_batches(0, 1), plain_loss)), (net, None)):
         step_in_hooks(module)
         run() if run else plain_loss(net, *micro_batches(0, 1)).backward()
-    torch.testing.assert_close(par.state_dict(full=True, everywhere=True), dict(net.state_dict()), rtol=1e-9, atol=1e-9)
+    assert_weights(par, net, **TIGHT)
 
 
 @on_ranks(2)
@@ -287,8 +276,8 @@ def test_gradient_hooks_of_shared_weights_are_refused_and_the_remedy_is_exact(re
         for parameter in net.parameters():
             parameter.grad.div_(1e-3 + parameter.grad.norm())
 
-    stages = on_stages(plain_loss, lambda par: normed(par.module), make=tied_model)  # change parameter.grad
-    assert_equal(stages, in_one_process(plain_loss, normed, make=tied_model))
+    trained = on_stages(plain_loss, lambda par: normed(par.module), make=tied_model)  # change parameter.grad
+    assert_equal(trained, in_one_process(plain_loss, normed, make=tied_model))
 
 
 @on_ranks(2)
@@ -322,7 +311,7 @@ def test_shared_weights_that_no_stage_used_get_no_gradient():
 
 @on_ranks(2)
 def test_a_grad_scaler_is_refused_and_a_loss_scaler_skips_on_all_stages():
-    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    par = stages()
     optimizer, scaler = torch.optim.SGD(par.module.parameters(), lr=0.3), torch.amp.GradScaler("cpu", init_scale=8.0)
     par.backward(micro_batches(0), lambda module, batch: scaler.scale(plain_loss(module, batch)))
     for call in (scaler.unscale_, scaler.step):
@@ -348,7 +337,7 @@ def test_an_optimizer_whose_parameters_depend_on_each_other_is_refused():
                     parameter.sub_(parameter.grad / size)
 
     for kind, names in ((torch.optim.LBFGS, "LBFGS"), (OfAll, "OfAll")):
-        par = Plan("pp=2", [PipelineParallel()]).apply(model())
+        par = stages()
         optimizer = kind(par.module.parameters(), lr=0.1)
         par.backward(micro_batches(0), plain_loss)
         with pytest.raises(
@@ -390,7 +379,7 @@ def test_masks_are_alike_and_dropout_in_blocks_is_drawn_apart():
 
 @on_ranks(2)
 def test_random_states_that_differ_and_draws_behind_the_call_are_refused():
-    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    par = stages()
     torch.manual_seed(torch.distributed.get_rank())
     with pytest.raises(MeshparError, match="other inputs on rank 1 of pp than on rank 0"):
         par.backward(micro_batches(0), masked_loss)
@@ -425,7 +414,7 @@ CHANGES = {
 @on_ranks(2)
 @pytest.mark.parametrize("options", daily([{}, {"virtual": 2}], {}, ids=str))
 def test_other_calls_of_blocks_are_refused_on_all_stages_and_the_next_step_is_exact(options):
-    par = Plan("pp=2", [PipelineParallel(**options)]).apply(model())
+    par = stages(**options)
     for change in CHANGES.values():
         before = {name: getattr(par.module, name) for name in change}
         for name, value in change.items():
@@ -435,29 +424,7 @@ def test_other_calls_of_blocks_are_refused_on_all_stages_and_the_next_step_is_ex
         for name, value in before.items():
             setattr(par.module, name, value)
         par.module.zero_grad()
-    net = model()
-    expected = sum(plain_loss(net, batch).detach() for batch in micro_batches(0))
-    torch.testing.assert_close(par.backward(micro_batches(0), plain_loss), expected.float(), rtol=1e-6, atol=1e-6)
-
-
-@on_ranks(2)
-def test_an_output_that_is_dropped_inside_of_a_stage_is_exact():
-    def dropping():
-        net = model()
-        net.dropped = (3,)
-        return net
-
-    net = dropping()
-    loss = sum(plain_loss(net, batch) for batch in micro_batches(0))
-    par = Plan("pp=2", [PipelineParallel()]).apply(dropping())
-    torch.testing.assert_close(par.backward(micro_batches(0), plain_loss), loss.detach().float(), rtol=1e-6, atol=1e-6)
-
-
-def test_a_plan_that_repeats_blocks_says_where():
-    net = model()
-    net.order = (0, 1, 2, 3, 0, 1, 2, 3)
-    with pytest.raises(PlanError, match=r"calls blocks\.0 again"):
-        Plan("pp=2", [PipelineParallel()]).check(net, world_size=2)
+    torch.testing.assert_close(par.backward(micro_batches(0), plain_loss), total(model()).detach().float(), **LOSS)
 
 
 @on_ranks(2)
@@ -465,10 +432,10 @@ def test_a_look_at_a_model_runs_no_hook_and_hooks_get_values_where_they_are_comp
     seen, norms = {}, {}
 
     def keeps(number):
-        return lambda module, args, output: seen.__setitem__(number, output)
+        return lambda module, args, output: seen.update({number: output})
 
     def measures(number):
-        return lambda module, args, output: norms.__setitem__(number, output.norm().item())
+        return lambda module, args, output: norms.update({number: output.norm().item()})
 
     net = model()
     for number, block in enumerate(net.blocks):
@@ -489,16 +456,16 @@ def test_a_look_at_a_model_runs_no_hook_and_hooks_get_values_where_they_are_comp
     with pytest.raises(MeshparError, match="a value that a hook has kept of a block"):
         par.backward(micro_batches(0), distils([0, 3]))
     par.module.zero_grad()
-    total, one = par.backward(micro_batches(0), distils([2, 3])), model()
+    found, one = par.backward(micro_batches(0), distils([2, 3])), model()
     for number, block in enumerate(one.blocks):
         block.register_forward_hook(keeps(number))
     expected = sum(distils([2, 3])(one, batch).detach() for batch in micro_batches(0))
-    torch.testing.assert_close(total, expected.float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected.float(), **LOSS)
 
 
 @on_ranks(2)
 def test_extra_that_differs_between_stages_is_refused_and_rank_extra_restores_it(tmp_path):
-    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    par = stages()
     rank = torch.distributed.get_rank()
     with CheckpointManager(tmp_path) as checkpoints:
         with pytest.raises(CheckpointError, match=r"extra=\{'rates'.* rank_extra"):
@@ -575,7 +542,7 @@ def test_a_backward_in_loss_is_refused_and_par_backward_runs_it():
 
 @on_ranks(2)
 def test_parts_of_the_model_are_refused_outside_of_its_calls():
-    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    par = stages()
     hidden, batch = torch.ones(2, 6, WIDTH, dtype=torch.float64), micro_batches(0)[0]
     for part, value in ((par.module.embed, batch), (par.module.blocks[0], hidden), (par.module.head, hidden)):
         with pytest.raises(MeshparError, match="is called from outside of the module, where this rank has some of"):
@@ -586,6 +553,7 @@ def test_parts_of_the_model_are_refused_outside_of_its_calls():
     expected = model()(batch).detach()
     for result in par.forward([batch], lambda module, batch: module(batch)):
         torch.testing.assert_close(result, expected)
+    assert par.forward([], lambda module, batch: module(batch)) == []
 
 
 @on_ranks(2)
@@ -596,40 +564,38 @@ def test_backward_hooks_run_where_their_block_computes_alone():
             block.register_full_backward_hook(lambda block, grads, given: tuple(3.0 * grad for grad in grads))
         return net
 
-    def trained(backward, net):
-        backward(net)
-        return {name: parameter.grad for name, parameter in net.named_parameters()}
-
-    net = halved(model())
-    expected = trained(lambda net: sum(plain_loss(net, batch) for batch in micro_batches(0)).backward(), net)
-    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    net, par = halved(model()), stages()
     halved(par.module)
-    got = trained(lambda net: par.backward(micro_batches(0), plain_loss), par.module)
-    torch.testing.assert_close(got, {name: expected[name] for name in got})
+    total(net).backward()
+    par.backward(micro_batches(0), plain_loss)
+    assert_gradients(par.module, net)
 
 
 class Measuring(Model):
-    """Keeps a mean of what its blocks return, in a buffer of its own or in one of the norm behind them."""
+    """Keeps a mean of what it returns, in a buffer of its own."""
 
     def __init__(self, persistent=True):
         super().__init__()
         self.register_buffer("mean", torch.zeros(()), persistent=persistent)
 
     def forward(self, ids):
-        output = super().forward(ids)
-        self.mean.mul_(0.9).add_(output.detach().mean())
-        return output
+        return measured(self, super().forward(ids))
+
+
+def measured(module, output):
+    module.mean.mul_(0.9).add_(output.detach().mean())
+    return output
 
 
 class Mean(nn.Linear):
+    """Keeps it in a buffer of the head."""
+
     def __init__(self, *sizes):
         super().__init__(*sizes)
         self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, hidden):
-        output = super().forward(hidden)
-        self.mean.mul_(0.9).add_(output.detach().mean())
-        return output
+        return measured(self, super().forward(hidden))
 
 
 def measuring(kind):
@@ -648,15 +614,8 @@ def test_a_buffer_that_stages_would_fill_differently_is_refused_and_the_remedies
         with pytest.raises(MeshparError, match="the forward writes into the buffers mean, which each stage of pp"):
             on_stages(plain_loss, make=lambda: measuring("persistent"), **options)
         for kind in ("of the head", "not persistent"):
-            net = measuring(kind)
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
-            for step in range(STEPS):
-                for batch in micro_batches(step):
-                    plain_loss(net, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            _, state = on_stages(plain_loss, make=lambda kind=kind: measuring(kind), **options)
-            torch.testing.assert_close(dict(state), dict(net.state_dict()), rtol=1e-9, atol=1e-9)
+            make = partial(measuring, kind)
+            assert_equal(on_stages(plain_loss, make=make, **options), in_one_process(plain_loss, make=make))
 
 
 @on_ranks(2)
@@ -670,43 +629,45 @@ def test_recomputation_by_the_model_with_reentrant_backwards_is_refused_and_with
                 hidden = checkpoint(block, hidden, use_reentrant=self.reentrant)
             return self.head(self.norm(hidden))
 
-    class Reentrant(Recomputing):
-        reentrant = True
-
     def make(kind):
         torch.manual_seed(0)
         return kind().double()
 
-    with pytest.raises(MeshparError, match="did not reach the loss, or was detached"):
-        on_stages(plain_loss, make=lambda: make(Reentrant))
+    with (
+        mock.patch.object(Recomputing, "reentrant", True),
+        pytest.raises(MeshparError, match="did not reach the loss, or was detached"),
+    ):
+        on_stages(plain_loss, make=lambda: make(Recomputing))
     # Use torch.utils.checkpoint with use_reentrant=False
     assert_equal(on_stages(plain_loss, make=lambda: make(Recomputing)), in_one_process(plain_loss))
 
 
 @on_ranks(2)
 def test_an_output_that_is_dropped_before_a_cut_is_refused_and_other_cuts_are_exact():
-    par = Plan("pp=2", [PipelineParallel(stages=(2, 2))]).apply(model())
+    par = stages(stages=(2, 2))
     par.module.dropped = (1,)
     with pytest.raises(MeshparError, match="did not reach the loss, or was detached"):
         par.backward(micro_batches(0), plain_loss)
-    net, par = model(), Plan("pp=2", [PipelineParallel(stages=(1, 3))]).apply(model())
-    net.dropped = par.module.dropped = (1,)
-    loss = sum(plain_loss(net, batch) for batch in micro_batches(0))
-    loss.backward()
-    torch.testing.assert_close(par.backward(micro_batches(0), plain_loss), loss.detach().float(), rtol=1e-6, atol=1e-6)
-    expected = {name: parameter.grad for name, parameter in net.named_parameters()}
-    for name, parameter in par.module.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name])
+    for dropped, options in ((1, dict(stages=(1, 3))), (3, {})):  # inside of a stage, known after the cut or before
+        net = model()
+        if dropped == 3:
+            net.dropped = (3,)
+        par = stages(copy.deepcopy(net), **options)
+        net.dropped = par.module.dropped = (dropped,)
+        loss = total(net)
+        loss.backward()
+        torch.testing.assert_close(par.backward(micro_batches(0), plain_loss), loss.detach().float(), **LOSS)
+        assert_gradients(par.module, net)
 
 
 @on_ranks(2)
 def test_one_process_s_states_load_whole_and_a_stage_s_own_are_not_pickled(tmp_path):
-    par, whole = Plan("pp=2", [PipelineParallel()]).apply(model()), model()
+    par, whole = stages(), model()
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.mul_(2.0)
     par.module.load_state_dict(whole.state_dict())
-    torch.testing.assert_close(par.state_dict(full=True, everywhere=True), dict(whole.state_dict()))
+    assert_weights(par, whole)
     par.module.load_state_dict(par.module.state_dict())  # this rank's own
     lacking = {name: value for name, value in whole.state_dict().items() if name != "blocks.0.up.weight"}
     other = {**whole.state_dict(), "blocks.3.up.bias": torch.zeros(3)}
@@ -731,7 +692,7 @@ def test_one_process_s_states_load_whole_and_a_stage_s_own_are_not_pickled(tmp_p
 
 @on_ranks(2)
 def test_functional_calls_are_refused_and_loaded_or_averaged_weights_are_exact():
-    par, weights = Plan("pp=2", [PipelineParallel()]).apply(model()), model().state_dict()
+    par, weights = stages(), model().state_dict()
     weights, batch = {name: 2 * value for name, value in weights.items()}, micro_batches(0)[0]
     expected = torch.func.functional_call(model(), weights, (batch,)).detach()
     with pytest.raises(
@@ -786,18 +747,12 @@ def test_sums_of_gradient_hooks_are_refused_and_hooks_of_one_parameter_are_exact
                 parameter.register_post_accumulate_grad_hook(lambda one: one.grad.mul_(0.5) is None or None)
         return net
 
-    net, par = clip_each(model()), Plan("pp=2", [PipelineParallel()]).apply(model())
+    net, par = clip_each(model()), stages()
     clip_each(par.module)
-    for batch in micro_batches(0):
+    for batch in micro_batches(0):  # hooks see each micro-batch
         plain_loss(net, batch).backward()
     par.backward(micro_batches(0), plain_loss)
-    expected = {name: parameter.grad for name, parameter in net.named_parameters()}
-    for name, parameter in par.module.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name])
-
-
-def to_zeros(net, optimizer):
-    net.zero_grad(set_to_none=False)
+    assert_gradients(par.module, net)
 
 
 def to_none(net, optimizer):
@@ -805,70 +760,59 @@ def to_none(net, optimizer):
         parameter.grad = None
 
 
-def cleared(net, optimizer):
-    optimizer.zero_grad()
+CLEARS = [
+    lambda net, optimizer: optimizer.zero_grad(), lambda net, optimizer: net.zero_grad(set_to_none=False), to_none
+]  # fmt: skip
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("options", daily([{}, {"schedule": "gpipe"}, {"virtual": 2}], {"schedule": "gpipe"}, ids=str))
 def test_gradients_that_loss_clears_are_refused_on_all_stages_and_the_remedies_are_exact(options):
-    for clear in (cleared, to_zeros, to_none):
-        for behind in (False, True):
-            par = Plan("pp=2", [PipelineParallel(**options)]).apply(model())
-            optimizer = torch.optim.SGD(par.module.parameters(), lr=0.3)
+    for clear, behind in itertools.product(CLEARS, (False, True)):
+        par = stages(**options)
+        optimizer = torch.optim.SGD(par.module.parameters(), lr=0.3)
 
-            def loss(module, batch, clear=clear, behind=behind, optimizer=optimizer):
-                if not behind:
-                    clear(module, optimizer)
-                value = plain_loss(module, batch)
-                if behind:
-                    clear(module, optimizer)
-                return value
+        def loss(module, batch, clear=clear, behind=behind, optimizer=optimizer):
+            if not behind:
+                clear(module, optimizer)
+            value = plain_loss(module, batch)
+            if behind:
+                clear(module, optimizer)
+            return value
 
-            with pytest.raises(MeshparError, match="loss reads or writes gradients"):
-                par.backward(micro_batches(0), loss)
-            for place in ("before", "after"):
-                net = model()
-                par = Plan("pp=2", [PipelineParallel(**options)]).apply(model())
-                optimizer = torch.optim.SGD(par.module.parameters(), lr=0.3)
-                alone = torch.optim.SGD(net.parameters(), lr=0.3)
-                for step in range(2):
-                    for one in (optimizer, alone) if place == "before" else ():
-                        one.zero_grad()
-                    par.backward(micro_batches(step), plain_loss)
-                    sum(plain_loss(net, batch) for batch in micro_batches(step)).backward()
-                    for one in (optimizer, alone):
-                        one.step()
-                        if place == "after":
-                            one.zero_grad()
-                torch.testing.assert_close(
-                    par.state_dict(full=True, everywhere=True), dict(net.state_dict()), rtol=1e-9, atol=1e-9
-                )
+        with pytest.raises(MeshparError, match="loss reads or writes gradients"):
+            par.backward(micro_batches(0), loss)
+    for place in ("before", "after"):
+        net, par = model(), stages(**options)
+        optimizers = [torch.optim.SGD(module.parameters(), lr=0.3) for module in (net, par.module)]
+        for step in range(2):
+            for optimizer in optimizers if place == "before" else ():
+                optimizer.zero_grad()
+            par.backward(micro_batches(step), plain_loss)
+            sum(plain_loss(net, batch) for batch in micro_batches(step)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                if place == "after":
+                    optimizer.zero_grad()
+        assert_weights(par, net, **TIGHT)
+
+
+def layers_of(net):
+    return [layer for layer in net.modules() if isinstance(layer, nn.Linear)]
 
 
 def initialised(net):
     torch.manual_seed(3)
-    for layer in net.modules():
-        if isinstance(layer, nn.Linear):
-            nn.init.normal_(layer.weight, std=0.1)
+    for layer in layers_of(net):
+        nn.init.normal_(layer.weight, std=0.1)
 
 
-def reset(net):
-    for layer in net.modules():
-        if isinstance(layer, nn.Linear):
-            layer.reset_parameters()
-
-
-@torch.no_grad()
-def noised(net):
-    for parameter in net.parameters():
-        parameter.add_(0.01 * torch.randn_like(parameter))
-
-
-@torch.no_grad()
-def noised_in_shape(net):
-    for parameter in net.parameters():
-        parameter.add_(0.01 * torch.randn(parameter.shape))
+DRAWN = [
+    initialised,
+    lambda net: [layer.reset_parameters() for layer in layers_of(net)],
+    lambda net: [parameter.data.add_(0.01 * torch.randn_like(parameter)) for parameter in net.parameters()],
+    lambda net: [parameter.data.add_(0.01 * torch.randn(parameter.shape)) for parameter in net.parameters()],
+]
 
 
 @torch.no_grad()
@@ -882,26 +826,24 @@ def noised_by_name(net):
 
 @on_ranks(2)
 def test_numbers_drawn_for_parameters_are_refused_and_the_remedies_are_exact():
-    for draw in (initialised, reset, noised, noised_in_shape):
-        par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    for draw in DRAWN:
+        par = stages()
         with pytest.raises(MeshparError, match="draws random numbers for parameters or gradients"):
             draw(par.module)
-    net = model()
+    net, early, late = model(), model(), stages()
     initialised(net)
-    early = model()
     initialised(early)
-    late = Plan("pp=2", [PipelineParallel()]).apply(model())
     late.load_state_dict(net.state_dict())
     for par in (Plan("pp=2", [PipelineParallel()]).apply(early), late):  # initialise the model before plan.apply
-        torch.testing.assert_close(par.state_dict(full=True, everywhere=True), dict(net.state_dict()))
+        assert_weights(par, net)
     noised_by_name(net)
     noised_by_name(late.module)
-    torch.testing.assert_close(late.state_dict(full=True, everywhere=True), dict(net.state_dict()))
+    assert_weights(late, net)
 
 
 @on_ranks(2)
 def test_a_part_of_another_stage_s_block_is_refused_by_name_and_the_remedies_find_it():
-    par = Plan("pp=2", [PipelineParallel(stages=(2, 2))]).apply(model())
+    par = stages(stages=(2, 2))
     first = torch.distributed.get_rank() == 0
     elsewhere, here = (3, (0, 1)) if first else (0, (2, 3))
     with pytest.raises(MeshparError, match=rf"blocks\.{elsewhere}\.up: the block is on another stage of pp"):
@@ -932,14 +874,10 @@ def test_a_penalty_over_a_parameter_of_another_stage_is_refused_and_the_remedies
     _, expected = in_one_process(penalised)
     _, added = on_stages(plain_loss, lambda par: add_penalty(par.module))
     torch.testing.assert_close(dict(added), dict(expected), rtol=1e-9, atol=1e-9)
-    par = Plan("pp=2", [PipelineParallel()]).apply(model())
-    groups = [
-        {"params": list(part), "weight_decay": 0.2 * number}
-        for number, part in enumerate(
-            ([p for n, p in par.module.named_parameters() if n != "embed.weight"], par.module.embed.parameters())
-        )
-    ]
-    optimizer = torch.optim.SGD(groups, lr=0.3)
+    par = stages()
+    others = [one for name, one in par.module.named_parameters() if name != "embed.weight"]
+    embed = {"params": par.module.embed.parameters(), "weight_decay": 0.2}
+    optimizer = torch.optim.SGD([{"params": others}, embed], lr=0.3)
     for step in range(STEPS):
         par.backward(micro_batches(step), plain_loss)
         optimizer.step()
@@ -955,17 +893,17 @@ def test_a_penalty_over_a_parameter_of_another_stage_is_refused_and_the_remedies
 
 @on_ranks(2)
 def test_an_optimizer_of_parameters_of_other_stages_is_refused_and_a_group_of_them_is_exact():
-    par, net = Plan("pp=2", [PipelineParallel()]).apply(model()), model()
+    par, net = stages(), model()
     if torch.distributed.get_rank() == 0:
         with pytest.raises(MeshparError, match="SGD gets no parameters"):
             torch.optim.SGD(par.module.head.parameters(), lr=0.3)
     optimizer = torch.optim.SGD([{"params": par.module.head.parameters()}], lr=0.3)
     alone = torch.optim.SGD(net.head.parameters(), lr=0.3)
     par.backward(micro_batches(0), plain_loss)
-    sum(plain_loss(net, batch) for batch in micro_batches(0)).backward()
+    total(net).backward()
     optimizer.step()
     alone.step()
-    torch.testing.assert_close(par.state_dict(full=True, everywhere=True), dict(net.state_dict()), rtol=1e-9, atol=1e-9)
+    assert_weights(par, net, **TIGHT)
 
 
 def shrink(net):
@@ -994,16 +932,3 @@ def test_parameters_that_loss_writes_are_refused_and_written_after_the_backward_
             on_stages(writing)
     after = on_stages(plain_loss, lambda par: shrink(par.module))  # write after par.backward
     assert_equal(after, in_one_process(plain_loss, shrink))
-
-
-@on_ranks(2)
-def test_a_loss_that_does_not_call_the_module_is_refused_on_all_stages():
-    par = Plan("pp=2", [PipelineParallel()]).apply(model())
-    with pytest.raises(MeshparError, match="called the module 0 times"):
-        par.backward(micro_batches(0), lambda module, batch: torch.zeros((), requires_grad=True))
-
-
-@on_ranks(2)
-def test_an_evaluation_of_no_micro_batch_returns_nothing():
-    par = Plan("pp=2", [PipelineParallel()]).apply(model())
-    assert par.forward([], lambda module, batch: module(batch)) == []

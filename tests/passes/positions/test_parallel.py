@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -34,7 +35,7 @@ from meshpar.models.huggingface import layout_for
 from meshpar.passes.positions.attention import block_mask, causal_mask
 from meshpar.passes.positions.exchange import runs
 from meshpar.testing import assert_parity, on_ranks, token_steps
-from tests.support.models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
+from tests.support.models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, on_meta, transformer
 from tests.support.tiers import daily
 
 
@@ -102,13 +103,20 @@ def in_parts(model, transport, place=None, guards="always"):
         assert_parity(MODELS[model], mesh, [ContextParallel(transport=transport), *passes], steps, guards=guards)
 
 
+@contextmanager
+def in_blocks_of(positions, **others):
+    """Make and read masks in pieces of so many positions."""
+    with (
+        mock.patch("meshpar.passes.positions.exchange.BLOCK", positions),
+        mock.patch.multiple("meshpar.passes.positions.attention", BLOCK=positions, **others),
+    ):
+        yield
+
+
 @pytest.mark.parametrize("transport", daily(["gather", "heads"], "heads"))
 @on_ranks(2)
 def test_a_mask_in_pieces_is_the_whole_mask(transport):
-    with (
-        mock.patch("meshpar.passes.positions.exchange.BLOCK", 3),
-        mock.patch("meshpar.passes.positions.attention.BLOCK", 3),
-    ):
+    with in_blocks_of(3):
         in_parts("transformer", transport)
         steps = with_documents(token_steps(VOCAB, parts=2))
         assert_parity(Strange, "dp_shard=1,cp=2", [ContextParallel(transport=transport), FullyShard()], steps)
@@ -125,15 +133,11 @@ def test_one_process_attends_in_pieces_as_it_does_at_once():
         return mask, out, torch.autograd.grad(out.square().sum(), (q, k, v))
 
     whole = run()
-    with (
-        mock.patch("meshpar.passes.positions.exchange.BLOCK", 3),
-        mock.patch("meshpar.passes.positions.attention.BLOCK", 3),
-    ):
+    with in_blocks_of(3):
         pieces = run()
         with pytest.raises(MeshparError, match="over 8 positions got the mask of 16"):
             attention(Bare(), q[:, :, :8], k[:, :, :8], v[:, :, :8], pieces[0])
-    assert isinstance(whole[0], torch.Tensor)
-    assert not isinstance(pieces[0], torch.Tensor)
+    assert isinstance(whole[0], torch.Tensor) and not isinstance(pieces[0], torch.Tensor)
     torch.testing.assert_close(pieces[1:], whole[1:])
 
 
@@ -145,10 +149,7 @@ def test_flex_attention_reads_the_mask_that_attention_reads_in_pieces(transport)
     steps = with_documents(token_steps(VOCAB, parts=2))
     called = mock.Mock(side_effect=lambda: flex_attention.flex_attention)
     with (
-        mock.patch.multiple(
-            "meshpar.passes.positions.attention", BLOCK=3, _FLEX=("cpu",), _LEAST_CHANNELS=1, _compiled_flex=called
-        ),
-        mock.patch("meshpar.passes.positions.exchange.BLOCK", 3),
+        in_blocks_of(3, _FLEX=("cpu",), _LEAST_CHANNELS=1, _compiled_flex=called),
         # On a CPU torch refuses gradients, though what it checks its kernels against has them, and runs without the
         # compiler.
         mock.patch.multiple(
@@ -168,26 +169,19 @@ def test_blocks_of_the_mask_hold_what_the_mask_holds():
             rows = torch.cat([torch.arange(run.start, run.stop) for run in runs(length, 2, rank, balance=True)])
             blocks = block_mask(numbers, rows, window)
             sees = causal_mask(numbers, None, window=window)[:, :, rows]
-            tiles = (
-                torch.nn.functional.pad(sees, (0, -length % 128, 0, -len(rows) % 128))
-                .unflatten(-1, (-1, 128))
-                .unflatten(2, (-1, 128))
-            )
+            padded = torch.nn.functional.pad(sees, (0, -length % 128, 0, -len(rows) % 128))
+            tiles = padded.unflatten(-1, (-1, 128)).unflatten(2, (-1, 128))
+            indices = ((blocks.kv_num_blocks, blocks.kv_indices), (blocks.full_kv_num_blocks, blocks.full_kv_indices))
             kept, whole = (
-                type(blocks).from_kv_blocks(count, which, seq_lengths=(len(rows), length)).to_dense().bool()
-                for count, which in (
-                    (blocks.kv_num_blocks, blocks.kv_indices),
-                    (blocks.full_kv_num_blocks, blocks.full_kv_indices),
-                )
+                type(blocks).from_kv_blocks(*pair, seq_lengths=(len(rows), length)).to_dense().bool()
+                for pair in indices
             )
             some, every = tiles.any(5).any(3), tiles.all(5).all(3)
             assert (kept | whole)[some].all(), "a block with something to see is skipped"
             assert every[whole].all(), "a block that is seen in part is seen whole"
             assert not (kept & whole).any()
             if length % 512 == 0:
-                assert (kept | whole).equal(some) and whole.equal(every), (
-                    "a block more than the mask needs is looked at"
-                )
+                assert (kept | whole).equal(some) and whole.equal(every), "more blocks than the mask needs"
 
 
 def test_the_blocks_of_32768_tokens_are_made_without_their_matrix():
@@ -328,12 +322,8 @@ def test_a_strangers_model_that_calls_attention_is_exact_and_what_else_mixes_pos
         (Strange(reaches=(3, 3)), True, r"layers.0.near \(Conv1d\) mixes positions"),
         (Strange(reaches=(1, 3)), True, r"layers.1.near \(Conv1d\) mixes positions"),
         (Strange(shifted=True), True, "Strange mixes positions, or counts them itself"),
-        (
-            Strange(shifted=True),
-            False,
-            "Strange mixes positions, or counts them itself",
-        ),  # rank 0 alone would see nothing
-        (Counted(), True, "Counted computes other values without position_ids than with the 0, 1, 2, ... of par.split"),
+        # rank 0 alone would see nothing
+        (Strange(shifted=True), False, "Strange mixes positions, or counts them itself"),
     ):
         par = Plan("dp_shard=1,cp=2", [ContextParallel(balance=balance), FullyShard()]).apply(model)
         with pytest.raises(MeshparError, match=message), torch.no_grad():
@@ -433,8 +423,7 @@ def test_mixers_are_named_by_the_plan_or_refused(compiled):
     named_mixers(compiled)
     import transformers
 
-    with torch.device("meta"):
-        pictures = transformers.AutoModelForCausalLM.from_config(transformers.Gemma3Config())
+    pictures = on_meta(lambda: transformers.AutoModelForCausalLM.from_config(transformers.Gemma3Config()))
     assert layout_for(pictures).attention.mixers == (), "its tower for images sees no positions of the text"
     mamba = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, use_cache=False)
@@ -523,29 +512,21 @@ class Bare(nn.Module):
 
 @on_ranks(2)
 def refused():
-    for model in (transformer, MODELS["llama"]):
+    ids, rank = torch.arange(8)[None], torch.distributed.get_rank()
+    for model, names in (
+        (transformer, ("input_ids", "labels", "position_ids")),
+        (MODELS["llama"], ("input_ids", "none", "position_ids", "none", "none", "labels")),
+    ):
         par = Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).apply(model())
         with pytest.raises(MeshparError, match=r"got no position_ids, and each rank has a part .* par.split\(batch\)"):
-            par.module(input_ids=torch.arange(8)[None] + torch.distributed.get_rank())
+            par.module(input_ids=ids + rank)
         with pytest.raises(MeshparError, match=r"every rank got the same positions.*par.split\(batch\)"):
-            par.module(input_ids=torch.arange(8)[None], position_ids=torch.arange(8)[None])
-        with pytest.raises(MeshparError, match="the module got labels"):
-            part = par.split({"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]})
-            par.module(part["input_ids"], labels=part["labels"], position_ids=part["position_ids"])
-        with pytest.raises(MeshparError, match="the module got labels"):  # by place
-            places = (
-                ("input_ids", "labels", "position_ids")
-                if model is transformer
-                else ("input_ids", "none", "position_ids", "none", "none", "labels")
-            )
-            par.module(*(part.get(place) for place in places))
-        par.module(**par.split({"input_ids": torch.arange(8)[None]}))
+            par.module(input_ids=ids, position_ids=ids)
+        part = par.split({"input_ids": ids, "labels": ids})
+        with pytest.raises(MeshparError, match="the module got labels"):  # by place; by name: the table of remedies
+            par.module(*(part.get(name) for name in names))
+        par.module(**par.split({"input_ids": ids}))
         with pytest.raises(MeshparError, match=r"got 8 positions, and par.split gave parts of \[4\]"):
-            par.module(input_ids=torch.arange(8)[None], position_ids=torch.arange(8)[None])
+            par.module(input_ids=ids, position_ids=ids)
     with pytest.raises(MeshparError, match="generate makes one position after another"):
-        par.module.generate(torch.arange(8)[None])
-    par = Plan("dp_shard=1,cp=2", [ContextParallel(transport="heads"), FullyShard()]).apply(
-        transformer(heads=3, kv_heads=3, dim=24)
-    )
-    with pytest.raises(MeshparError, match="divides the heads, got 3"):
-        par.module(**par.split({"input_ids": torch.arange(8)[None]}))
+        par.module.generate(ids)
