@@ -2,7 +2,8 @@
 
 - ``refuse_parts_as_numbers``, ``change_operators``: what DTensor does with single operators is its own table.
 - ``change_attributes``: torch writes ``tensor.data = value`` into the outside of a DTensor alone, without a hook.
-- ``forget_meshes``: DTensor keeps what it planned for a mesh, whose groups may be closed, in caches by equal meshes.
+- ``tell_apart``, ``forget_meshes``: DTensor keeps what it planned for a mesh, whose groups may be closed, in
+  caches by equal meshes, and an axis of one mesh equals that of another with the same ranks.
 - ``quiet_gathers``: advice about a gather over two axes of one dim comes by a private logger, without a switch.
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
 """
@@ -16,11 +17,13 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, placement_types
 
 from meshpar._torch import BEFORE_2_13
 from meshpar._torch.autograd import in_backward
-from meshpar._torch.calls import Undo, undo_all
+from meshpar._torch.calls import Undo, set_attribute, undo_all, while_lives
+from meshpar._torch.groups import root_of
 
 StridedShard = placement_types._StridedShard
 
@@ -165,6 +168,29 @@ def _writes() -> Iterator[Any]:
         packet, _, overload = name.removeprefix("aten::").partition(".")
         if name.startswith("aten::") and packet.endswith("_") and not packet.startswith("_"):
             yield getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def tell_apart(root: DeviceMesh) -> None:
+    """Let a plan's mesh of all ranks, and its axes, equal none of another plan's: DTensors stay on their own mesh."""
+    vars(root)["_meshpar_id"] = id(root)
+    while_lives(root, "equal meshes", _compare_roots)
+
+
+def _compare_roots() -> Undo:
+    equal: Callable[[DeviceMesh, object], bool] = DeviceMesh.__eq__
+
+    def are_equal(mesh: DeviceMesh, other: object) -> bool:
+        if mesh is other or not equal(mesh, other):
+            return mesh is other
+        first, second = root_of(mesh), root_of(other)  # type: ignore[arg-type]
+        return first is second or not (_is_of_plan(first) and _is_of_plan(second))
+
+    return set_attribute(DeviceMesh, "__eq__", are_equal)
+
+
+def _is_of_plan(root: DeviceMesh) -> bool:
+    # a copy, such as one that was pickled, has the mark of another object, and equals the original
+    return vars(root).get("_meshpar_id") == id(root)
 
 
 def forget_meshes() -> None:

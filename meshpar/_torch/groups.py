@@ -39,11 +39,6 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
     return flat
 
 
-def own_groups(names: Iterable[str], own: bool) -> dict[str, Any]:
-    """Return the arguments of ``init_device_mesh`` by which an axis of all ranks gets a group of its own."""
-    return {"backend_override": dict.fromkeys(names, dist.get_backend())} if own else {}
-
-
 collective_ops = torch.ops._c10d_functional
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor

@@ -263,13 +263,15 @@ class MeshSpec:
 
 
 def _built(device_type: str, axes: tuple[tuple[str, int], ...], *, own: bool) -> DeviceMesh:
-    from meshpar._torch.dtensor import forget_meshes
-    from meshpar._torch.groups import own_groups, share_timeout
+    from meshpar._torch.dtensor import forget_meshes, tell_apart
+    from meshpar._torch.groups import share_timeout
 
     forget_meshes()
     names, sizes = zip(*axes)
-    mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names, **own_groups(names, own))
+    backends = dict.fromkeys(names, dist.get_backend()) if own else None
+    mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=backends)
     vars(mesh)["_meshpar_own"] = own
+    tell_apart(mesh)
     share_timeout(map(mesh.get_group, names))
     return mesh
 

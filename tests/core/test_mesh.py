@@ -6,9 +6,31 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
-from meshpar import MeshError, MeshSpec
+from meshpar import FullyShard, MeshError, MeshSpec, Plan, Replicate, TensorParallel
+from meshpar._torch.groups import root_of
+from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
+
+TP = TensorParallel()
+
+
+@on_ranks(4)
+def test_tensors_of_two_plans_with_equal_axes_stay_on_their_own_meshes():
+    """DTensor keeps what it has planned by meshes, and an axis of one mesh equals that of another with its ranks."""
+    specs = MeshSpec("dp_replicate=2,tp=2"), MeshSpec("dp_shard=2,tp=2")
+    meshes = [spec.build("cpu") for spec in specs]
+    parts = [DTensor.from_local(torch.ones(3), mesh["tp"], [Shard(0)]) for mesh in meshes]
+    for mesh, part in zip(meshes, parts):
+        assert root_of(part.detach().device_mesh) is mesh
+        assert root_of((part + part).device_mesh) is mesh
+    assert pickle.loads(pickle.dumps(meshes[0]["tp"])) == meshes[0]["tp"] != meshes[1]["tp"]
+    for spec, passes in zip(specs, ([TP, Replicate()], [TP, FullyShard(whole=("norm.weight",))])):
+        with torch.device("meta"):
+            module = Transformer(TransformerConfig())
+        par = Plan(spec, passes).apply(module).materialize(seed=0)
+        assert {root_of(weight.device_mesh).mesh_dim_names for weight in par.module.parameters()} == {tuple(spec.axes)}
 
 
 def test_text_and_keywords_are_the_same_mesh():
