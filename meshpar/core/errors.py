@@ -30,8 +30,8 @@ class PlanError(MeshparError, ValueError):
         problems: every problem found, one line each, in the same order on every rank.
     """
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
+    def __init__(self, problems: Sequence[str] | str) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''} in this plan"
         super().__init__("\n".join([count, *(f"  {number}. {text}" for number, text in enumerate(self.problems, 1))]))
 

@@ -143,10 +143,8 @@ class Context:
         """Return how many of a sequence's positions each rank has between the regions."""
         if length % self.size:
             raise PlanError(
-                [
-                    f"sequence length {length} is not divided by tp={self.size}, over which sequence parallelism "
-                    "splits it; pad the batch to a multiple, or use TensorParallel(sequence_parallel=False)"
-                ]
+                f"sequence length {length} is not divided by tp={self.size}, over which sequence parallelism "
+                "splits it; pad the batch to a multiple, or use TensorParallel(sequence_parallel=False)"
             )
         return length // self.size
 

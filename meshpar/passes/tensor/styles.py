@@ -108,19 +108,15 @@ class Region(Style):
             if first is None:
                 wanted = " or ".join(context.inputs)
                 raise PlanError(
-                    [
-                        f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in "
-                        "layout.tensor.hidden_inputs"
-                    ]
+                    f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in "
+                    "layout.tensor.hidden_inputs"
                 )
             hidden = args[0] if first == 0 else kwargs[first]
             if not hidden.is_floating_point():
                 got = f"{tuple(hidden.shape)} of {hidden.dtype}"
                 raise PlanError(
-                    [
-                        f"{name or 'the model'} is a region, which splits what is computed of hidden states, and got "
-                        f"{got}; give 'region' to the modules inside whose projections are split"
-                    ]
+                    f"{name or 'the model'} is a region, which splits what is computed of hidden states, and got "
+                    f"{got}; give 'region' to the modules inside whose projections are split"
                 )
             context.arrive(name, hidden)
             args = tuple(self._enter(name, "", value, place == first, context) for place, value in enumerate(args))
@@ -138,10 +134,8 @@ class Region(Style):
             return value
         if context.sequence_parallel:
             raise PlanError(
-                [
-                    f"{name} has a second input with a gradient, whose positions in the sequence are unknown; use "
-                    "TensorParallel(sequence_parallel=False)"
-                ]
+                f"{name} has a second input with a gradient, whose positions in the sequence are unknown; use "
+                "TensorParallel(sequence_parallel=False)"
             )
         return copy_to(value, context.group)
 
