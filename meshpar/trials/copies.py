@@ -294,7 +294,7 @@ Cut = tuple[int, int]
 class _WholeRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, reads: WholeReads) -> Tensor:
-        ctx.chunk = reads.cuts[part][0], reads.context.group
+        ctx.chunk = *reads.cuts[part], reads.context.group
         return reads.join(part)
 
     @staticmethod

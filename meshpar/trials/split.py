@@ -234,7 +234,7 @@ class SplitTest:
         parts = dict[str, Tensor]()
         for inner, cut in cuts.items():
             whole = widen(self._whole(f"{name}.{inner}" if name else inner).detach())
-            parts[inner] = whole.clone() if cut is None else take_chunk(whole, cut[0], context.group)
+            parts[inner] = whole.clone() if cut is None else take_chunk(whole, *cut, context.group)
             del whole
         while True:
             code, failure, outcome = self._run_whole(name, parts, cuts, inputs)

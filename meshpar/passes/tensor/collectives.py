@@ -96,12 +96,12 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def gather_replicated(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
     """Return the last dim's chunks joined to ``size`` features, for a use that is the same on every rank."""
-    return link(x, _gather_features, _split_features_of, size, group)
+    return link(x, join_chunks, _split_chunks, x.ndim - 1, size, group)
 
 
 def split_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's chunk of the last dim of a replicated ``x``; the gradients of the chunks are joined."""
-    return _split_features_of(x, x.shape[-1], group)
+    return _split_chunks(x, x.ndim - 1, x.shape[-1], group)
 
 
 def regroup(weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -125,9 +125,8 @@ def join_chunks(x: Tensor, dim: int, length: int, group: Any) -> Tensor:
     return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length)
 
 
-def take_chunk(x: Tensor, dim: int, group: Any) -> Tensor:
-    """Return this rank's chunk of ``x`` along ``dim``, torch's, with memory of its own."""
-    length = x.shape[dim]
+def take_chunk(x: Tensor, dim: int, length: int, group: Any) -> Tensor:
+    """Return this rank's chunk of ``x``, of ``length`` along ``dim``, torch's, with memory of its own."""
     width = -(-length // group.size())
     start = min(width * group.rank(), length)
     return x.narrow(dim, start, min(width, length - start)).clone(memory_format=torch.contiguous_format)
@@ -178,16 +177,12 @@ def _sum_in_float32(grad: Tensor, group: Any) -> Tensor:
     return reduce_from(grad.to(torch.promote_types(grad.dtype, torch.float32)), group).to(grad.dtype)
 
 
-def _gather_features(x: Tensor, size: int, group: Any) -> Tensor:
-    return join_chunks(x, x.ndim - 1, size, group)
+def _split_chunks(x: Tensor, dim: int, length: int, group: Any) -> Tensor:
+    return link(x, take_chunk, _join_replicated, dim, length, group)
 
 
-def _split_features_of(x: Tensor, size: int, group: Any) -> Tensor:
-    return link(x, _own_features, gather_replicated, size, group)
-
-
-def _own_features(x: Tensor, size: int, group: Any) -> Tensor:
-    return take_chunk(x, x.ndim - 1, group)
+def _join_replicated(x: Tensor, dim: int, length: int, group: Any) -> Tensor:
+    return link(x, join_chunks, _split_chunks, dim, length, group)
 
 
 def _by_shard(x: Tensor, parts: int, dim: int, group: Any) -> Tensor:
