@@ -147,13 +147,18 @@ def uncompiled(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
             module._compiled_call_impl = call
 
 
-def check_functional_calls(check: Callable[[torch.nn.Module], None]) -> Undo:
-    """Call ``check`` with each module that ``torch.func.functional_call`` is about to call."""
-    inner = stateless._functional_call
+def check_calls(owner: object, name: str, check: Callable[..., object]) -> Undo:
+    """Call ``check`` with the arguments of each call of an attribute of ``owner``, before it."""
+    inner = getattr(owner, name)
 
     @functools.wraps(inner)
-    def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        check(module)
-        return inner(module, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return inner(*args, **kwargs)
 
-    return set_attribute(stateless, "_functional_call", call)
+    return set_attribute(owner, name, call)
+
+
+def check_functional_calls(check: Callable[[torch.nn.Module], None]) -> Undo:
+    """Call ``check`` with each module that ``torch.func.functional_call`` is about to call."""
+    return check_calls(stateless, "_functional_call", lambda module, *_, **__: check(module))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from meshpar._torch.calls import Undo, set_attribute, undo_all
+from meshpar._torch.calls import Undo, check_calls, set_attribute, undo_all
 
 
 def before_steps(run: Callable[..., Any]) -> Undo:
@@ -41,28 +41,15 @@ def before_steps(run: Callable[..., Any]) -> Undo:
 def check_scalers(check: Callable[[Optimizer], None]) -> Undo:
     """Call ``check`` with each optimizer whose gradients a ``torch.amp.GradScaler`` unscales, or that it steps."""
 
-    def checked(inner: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(inner)
-        def run(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            check(optimizer)
-            return inner(scaler, optimizer, *args, **kwargs)
+    def checked(scaler: object, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
+        check(optimizer)
 
-        return run
-
-    kind = torch.amp.GradScaler
-    return undo_all([set_attribute(kind, name, checked(getattr(kind, name))) for name in ("unscale_", "step")])
+    return undo_all([check_calls(torch.amp.GradScaler, name, checked) for name in ("unscale_", "step")])
 
 
 def check_loads(check: Callable[[Optimizer, dict[str, Any]], None]) -> Undo:
     """Call ``check`` with each optimizer that loads a state, and the state."""
-    inner = Optimizer.load_state_dict
-
-    @functools.wraps(inner)
-    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        check(optimizer, state_dict)
-        inner(optimizer, state_dict)
-
-    return set_attribute(Optimizer, "load_state_dict", load_state_dict)
+    return check_calls(Optimizer, "load_state_dict", lambda optimizer, state_dict: check(optimizer, state_dict))
 
 
 def check_empty(check: Callable[[str], None]) -> Undo:
