@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, final
@@ -56,23 +56,28 @@ _TAPE: ContextVar[_Tape | None] = ContextVar("_TAPE", default=None)
 
 
 @contextmanager
-def _read_from(tape: _Tape | None) -> Iterator[None]:
-    token = _TAPE.set(tape)
+def with_variables(context: Mapping[ContextVar[Any], Any]) -> Iterator[None]:
+    """Give context variables these values inside of the ``with`` block."""
+    tokens = [(name, name.set(value)) for name, value in context.items() if name.get(_NONE) is not value]
     try:
         yield
     finally:
-        _TAPE.reset(token)
+        for name, token in reversed(tokens):
+            name.reset(token)
+
+
+_NONE = object()
 
 
 def unrecorded() -> AbstractContextManager[None]:
     """Let values be read here that a recomputation will not read."""
-    return _read_from(None)
+    return with_variables({_TAPE: None})
 
 
 def read_once() -> tuple[Callable[[], AbstractContextManager[None]], ...]:
     """Return what makes the contexts of a block's forward and of its recomputation, which gets what forward read."""
     values: list[Any] = []
-    return lambda: _read_from(_Tape(values, again=False)), lambda: _read_from(_Tape(values, again=True))
+    return tuple(lambda again=again: with_variables({_TAPE: _Tape(values, again=again)}) for again in (False, True))
 
 
 @final

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, final
@@ -24,7 +24,7 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Facts, Installed, Pass, Stage, block_problems, find_blocks
 from meshpar.passes.data.batch_norm import RECOMPUTED
 from meshpar.passes.experts.routing import DividedModules
-from meshpar.passes.host_reads import read_once
+from meshpar.passes.host_reads import read_once, with_variables
 
 Contexts = Callable[[], tuple[Callable[[], AbstractContextManager[Any]], ...]]
 """Returns what makes the contexts of one forward of a block and of its recomputation."""
@@ -148,25 +148,12 @@ def _count_once() -> Any:
             "both the model (torch.utils.checkpoint) and the plan (ActivationCheckpoint) recompute a block, so its "
             "batch norms would count a batch less often than in one process; remove one of the two"
         )
-    return nullcontext, partial(_with_variables, {RECOMPUTED: True})
+    return nullcontext, partial(with_variables, {RECOMPUTED: True})
 
 
 def _in_its_context() -> Any:
     """Let a recomputation find the forward's context variables: an accelerator's backward runs in another thread."""
-    return nullcontext, partial(_with_variables, copy_context())
-
-
-@contextmanager
-def _with_variables(context: Mapping[ContextVar[Any], Any]) -> Iterator[None]:
-    tokens = [(name, name.set(value)) for name, value in context.items() if name.get(_NONE) is not value]
-    try:
-        yield
-    finally:
-        for name, token in reversed(tokens):
-            name.reset(token)
-
-
-_NONE = object()
+    return nullcontext, partial(with_variables, copy_context())
 
 
 def _draw_alike(device_type: str) -> Any:
