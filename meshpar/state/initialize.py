@@ -69,21 +69,10 @@ def allocate(module: nn.Module, device: torch.device, parameter_device: torch.de
 
 @torch.no_grad()
 def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.device, missing: set[str]) -> None:
-    """Fill the ``missing`` tensors with what one process would have drawn, and keep this rank's part.
-
-    Each module draws whole tensors by a generator of ``seed`` and its name: neither mesh nor order of modules counts.
-    """
-    done: set[int] = set()
-    for name, child in module.named_modules():
-        prefix = f"{name}." if name else ""
-        lacking = {key: value for key, value in child._parameters.items() if prefix + key in missing}
-        fresh = {key: value for key, value in lacking.items() if value is not None and id(value) not in done}
-        buffers = {key for key in child._buffers if prefix + key in missing}
-        done.update(map(id, fresh.values()))
-        if fresh or buffers:
-            with random.forked(device):
-                random.seed(device, random.mix(seed, zlib.crc32(name.encode())))
-                _run(name, child, layout, device, fresh, buffers)
+    """Fill the ``missing`` tensors with what one process would have drawn, and keep this rank's part."""
+    devices, kind = ([], "cuda") if runtime.on_host(device) else ([device], device.type)
+    with torch.random.fork_rng(devices, device_type=kind):
+        _initialise(module, layout, device, missing, seed)
 
 
 @torch.no_grad()
@@ -97,15 +86,14 @@ def from_source(
     ignore: Collection[str] = (),
     cast: bool = False,
 ) -> None:
-    """Read this rank's part of every parameter and persistent buffer from ``source``.
-
-    Raises LayoutError, on all ranks alike, listing all that does not fit before anything is read, or ties that differ.
-    """
+    """Read this rank's part of all state from ``source``; all ranks raise LayoutError for what does not fit, alike."""
     fit = compared(module, layout, source, ignore=ignore, cast=cast)
     if fit.problems:
         raise LayoutError("\n  ".join(["these weights do not fit this model:", *fit.problems, *fit.remedies]))
-    _rebuild(module, layout, device, missing, fit.rebuilt)
-    stored, wanted = fit.stored, {name: tensor for name, tensor in state(module) if name not in fit.rebuilt}
+    every = dict(state(module))
+    computed = {name for name, _ in module.named_buffers(remove_duplicate=False)} - every.keys()
+    _initialise(module, layout, device, fit.rebuilt | (missing & computed), None)
+    stored, wanted = fit.stored, {name: tensor for name, tensor in every.items() if name not in fit.rebuilt}
     twice = [(name, other) for name in wanted for other in stored[name][1:]]
     unlike = [(name, other) for name in wanted for other in _read(fit.source, stored[name], wanted[name])]
     divided = bool(tensors_elsewhere(run_of(module)))  # another rank has other tensors, and both ends of ties
@@ -243,17 +231,21 @@ def state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _rebuild(
-    module: nn.Module, layout: ModelLayout, device: torch.device, missing: set[str], rebuilt: set[str]
+def _initialise(
+    module: nn.Module, layout: ModelLayout, device: torch.device, names: set[str], seed: int | None
 ) -> None:
-    """Let modules fill what no file holds: ``missing`` buffers, and the parameters in ``rebuilt``."""
+    """Let modules fill their parameters and buffers with these ``names``, tied ones once, each from ``seed``."""
+    done: set[int] = set()
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
-        persistent = dict(persistent_buffers(child))
-        buffers = {key for key in child._buffers if key not in persistent and prefix + key in missing}
-        lacking = {key: value for key, value in child._parameters.items() if prefix + key in rebuilt}
-        shards = {key: value for key, value in lacking.items() if value is not None}
-        if buffers or shards:
+        named = {key: value for key, value in child._parameters.items() if prefix + key in names}
+        shards = {key: value for key, value in named.items() if value is not None and id(value) not in done}
+        buffers = {key for key in child._buffers if prefix + key in names}
+        done.update(map(id, shards.values()))
+        if shards or buffers:
+            # of the module's name: neither the mesh nor the order of modules counts
+            if seed is not None:
+                random.seed(device, random.mix(seed, zlib.crc32(name.encode())))
             _run(name, child, layout, device, shards, buffers)
 
 
@@ -278,7 +270,8 @@ def _run(
         now = child._parameters | child._buffers
         same = [key for key, value in before.items() if now[key] is value and value._version == versions[key]]
         # A parameter that was written through .data keeps its version; its NaN are gone.
-        missed = [key for key in same if key in filled or not _has_values(before[key])]
+        written = {key for key in same if before[key].is_floating_point() and not before[key].isnan().all()}
+        missed = [key for key in same if key in filled or key not in written]
         if missed:
             raise LayoutError(
                 f"{name or class_name(child)} ({class_name(child)}) has no initialisation for {', '.join(missed)}; "
@@ -296,10 +289,6 @@ def own_init(child: nn.Module) -> Callable[[nn.Module], Any] | None:
         if callable(getattr(child, method, None)):
             return lambda module: getattr(module, method)()
     return None
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not tensor.isnan().all()
 
 
 @contextmanager

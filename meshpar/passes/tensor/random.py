@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TypeVar, final
 
 import torch
@@ -38,12 +37,6 @@ def seed(device: torch.device, value: int) -> None:
     torch.default_generator.manual_seed(value)
     if not runtime.on_host(device):
         torch.get_device_module(device).manual_seed(value)
-
-
-def forked(device: torch.device) -> AbstractContextManager[None]:
-    """Put the states of the default generators of the host and of ``device`` back at the end of the ``with`` block."""
-    devices, kind = ([], "cuda") if runtime.on_host(device) else ([device], device.type)
-    return torch.random.fork_rng(devices, device_type=kind)
 
 
 def is_dropout(module: nn.Module) -> bool:
