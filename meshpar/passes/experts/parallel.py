@@ -31,7 +31,6 @@ from meshpar.passes.experts.routing import (
     by_all_ranks,
     calling,
     counted_by,
-    refuse_shapes,
 )
 from meshpar.passes.tensor.parts import local_parameters, with_own
 from meshpar.step.calls import set_forward
@@ -174,7 +173,6 @@ def _install(call: Chosen, group: Any) -> None:
         if len(next(iter(parts.values()))) == call.count:  # all of them, in a test against the unsplit module
             return with_own(module, parts, lambda: call.inner(*args, **kwargs))
         bound, hidden, chosen, weights = call.read(*args, **kwargs)
-        refuse_shapes(hidden, chosen, weights)
         parts = {leaf: average_gradient(parameter, group.size()) for leaf, parameter in parts.items()}
         return by_all_ranks(partial(call.compute, bound, parts), call, call.count, group)(hidden, chosen, weights)
 
