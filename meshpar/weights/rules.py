@@ -48,15 +48,6 @@ def within(spans: Spans, around: Spans) -> tuple[slice, ...]:
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(spans, around))
 
 
-def transposed(of: View) -> View:
-    """Exchange the last two dims."""
-
-    def read(spans: Spans, out: torch.Tensor) -> None:
-        of.read((*spans[:-2], spans[-1], spans[-2]), out.mT)
-
-    return View((*of.shape[:-2], of.shape[-1], of.shape[-2]), of.dtype, read)
-
-
 def narrowed(of: View, dim: int, start: int, length: int) -> View:
     """Take ``length`` rows from ``start`` along ``dim``."""
 
@@ -67,36 +58,6 @@ def narrowed(of: View, dim: int, start: int, length: int) -> View:
     return View(_put(of.shape, dim, length), of.dtype, read)
 
 
-def joined(parts: Sequence[View], dim: int) -> View:
-    """Put the parts, alike but for their length along ``dim``, one after another."""
-
-    def read(spans: Spans, out: torch.Tensor) -> None:
-        start, stop = spans[dim]
-        offset = 0
-        for part in parts:
-            low, high = max(start, offset), min(stop, offset + part.shape[dim])
-            if low < high:
-                part.read(_put(spans, dim, low - offset, high - offset), out.narrow(dim, low - start, high - low))
-            offset += part.shape[dim]
-
-    return View(_put(parts[0].shape, dim, sum(part.shape[dim] for part in parts)), parts[0].dtype, read)
-
-
-def permuted(of: View, dim: int, outer: int, inner: int, unit: int) -> View:
-    """See blocks of rows along ``dim`` as (outer, inner, unit) and exchange outer and inner; reads whole blocks."""
-    block = outer * inner * unit
-
-    def read(spans: Spans, out: torch.Tensor) -> None:
-        start, stop = spans[dim]
-        low, high = start // block * block, -(-stop // block) * block
-        rows = out.new_empty(_put(tuple(b - a for a, b in spans), dim, high - low))
-        of.read(_put(spans, dim, low, high), rows)
-        blocks = rows.unflatten(dim, (-1, outer, inner, unit))
-        out.copy_(blocks.transpose(dim + 1, dim + 2).flatten(dim, dim + 3).narrow(dim, start - low, stop - start))
-
-    return View(of.shape, of.dtype, read)
-
-
 def selected(of: View, dim: int, place: int) -> View:
     """Return the view without ``dim``, at one ``place`` of it."""
 
@@ -104,19 +65,6 @@ def selected(of: View, dim: int, place: int) -> View:
         of.read((*spans[:dim], (place, place + 1), *spans[dim:]), out.unsqueeze(dim))
 
     return View((*of.shape[:dim], *of.shape[dim + 1 :]), of.dtype, read)
-
-
-def stacked(parts: Sequence[View], dim: int) -> View:
-    """Return views of one shape stacked along a new ``dim``."""
-    shape = parts[0].shape
-
-    def read(spans: Spans, out: torch.Tensor) -> None:
-        first, last = spans[dim]
-        rest = (*spans[:dim], *spans[dim + 1 :])
-        for number in range(first, last):
-            parts[number].read(rest, out.select(dim, number - first))
-
-    return View((*shape[:dim], len(parts), *shape[dim:]), parts[0].dtype, read)
 
 
 def _put(values: tuple, dim: int, *value: object) -> tuple:  # type: ignore[type-arg]
@@ -168,7 +116,17 @@ class _PartsRule(_PatternsRule):
         if [view.shape for view in views] != wanted or len({view.dtype for view in views}) > 1:
             shapes = [(view.shape, view.dtype) for view in views]
             raise LayoutError(f"{self} needs parts of one dtype with shapes {wanted}; got {shapes}")
-        return [joined(views, dim)]
+
+        def read(spans: Spans, out: torch.Tensor) -> None:
+            start, stop = spans[dim]
+            offset = 0
+            for part in views:
+                low, high = max(start, offset), min(stop, offset + part.shape[dim])
+                if low < high:
+                    part.read(_put(spans, dim, low - offset, high - offset), out.narrow(dim, low - start, high - low))
+                offset += part.shape[dim]
+
+        return [View(_put(first, dim, sum(self.parts) * unit), views[0].dtype, read)]
 
 
 @final
@@ -199,11 +157,16 @@ class Transpose(_PatternsRule):
     kind: ClassVar[str] = "transpose"
 
     def forward(self, views: Sequence[View]) -> Sequence[View]:
-        if len(views[0].shape) < 2:
+        (view,) = views
+        if len(view.shape) < 2:
             raise LayoutError(
-                f"{self} fits a tensor of shape {views[0].shape}, which has no two dims to exchange; narrow the pattern"
+                f"{self} fits a tensor of shape {view.shape}, which has no two dims to exchange; narrow the pattern"
             )
-        return [transposed(views[0])]
+
+        def read(spans: Spans, out: torch.Tensor) -> None:
+            view.read((*spans[:-2], spans[-1], spans[-2]), out.mT)
+
+        return [View((*view.shape[:-2], view.shape[-1], view.shape[-2]), view.dtype, read)]
 
     backward = forward
 
@@ -232,8 +195,19 @@ class Permute(_PatternsRule):
         return self._permute(views[0], self.inner, self.outer)
 
     def _permute(self, view: View, outer: int, inner: int) -> Sequence[View]:
-        _length(view, self.dim, outer * inner * self.unit, self)
-        return [permuted(view, self.dim % len(view.shape), outer, inner, self.unit)]
+        block = outer * inner * self.unit
+        _length(view, self.dim, block, self)
+        dim = self.dim % len(view.shape)
+
+        def read(spans: Spans, out: torch.Tensor) -> None:  # whole blocks
+            start, stop = spans[dim]
+            low, high = start // block * block, -(-stop // block) * block
+            rows = out.new_empty(_put(tuple(b - a for a, b in spans), dim, high - low))
+            view.read(_put(spans, dim, low, high), rows)
+            blocks = rows.unflatten(dim, (-1, outer, inner, self.unit)).transpose(dim + 1, dim + 2)
+            out.copy_(blocks.flatten(dim, dim + 3).narrow(dim, start - low, stop - start))
+
+        return [View(view.shape, view.dtype, read)]
 
 
 @final
@@ -298,7 +272,14 @@ class Unstack:
             raise LayoutError(
                 f"{self} needs parts of one shape and dtype; got {[(view.shape, view.dtype) for view in views]}"
             )
-        return [stacked(views, self.dim)]
+        shape, dim = views[0].shape, self.dim
+
+        def read(spans: Spans, out: torch.Tensor) -> None:
+            first, last = spans[dim]
+            for number in range(first, last):
+                views[number].read((*spans[:dim], *spans[dim + 1 :]), out.select(dim, number - first))
+
+        return [View((*shape[:dim], len(views), *shape[dim:]), views[0].dtype, read)]
 
 
 Rule: TypeAlias = Rename | Transpose | Permute | Fuse | Split | Unstack
