@@ -22,11 +22,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
-    """Return ``folder``, which ``build`` fills at a temporary name if it does not exist; one process builds for all.
-
-    On a file system without locks several may build, and the first rename wins. Raises RecipeError where the folder
-    cannot be written, or the process that builds it has stopped.
-    """
+    """Return ``folder``, which ``build`` fills at a temporary name if it does not exist; one process builds for all."""
     try:
         if folder.is_dir():
             return folder

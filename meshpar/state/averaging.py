@@ -130,7 +130,15 @@ class Averaged:
             return
         reads_of(self._module).wait("an average's update()")
         if not self._is_present():
-            _lerp(self._pairs(), self._weight())
+            weight, alike = self._weight(), dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]]()
+            for average, value in self._pairs():
+                if (average.dtype, average.device) == (value.dtype, value.device):
+                    alike.setdefault((average.device, average.dtype), []).append((average, value))
+                else:
+                    average.lerp_(value.to(average.device, average.dtype), weight)
+            for pairs in alike.values():
+                averages, values = zip(*pairs)
+                foreach_lerp_(averages, values, weight)
         self.updates += 1
 
     @contextmanager
@@ -232,17 +240,6 @@ class Averaged:
                 f"{what} was called inside of swapped(), where the module holds the average; call it after the with "
                 "block"
             )
-
-
-def _lerp(pairs: list[tuple[Tensor, Tensor]], weight: float) -> None:
-    alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-    for average, value in pairs:
-        if (average.dtype, average.device) == (value.dtype, value.device):
-            alike.setdefault((average.device, average.dtype), []).append((average, value))
-        else:
-            average.lerp_(value.to(average.device, average.dtype), weight)
-    for together in alike.values():
-        foreach_lerp_([average for average, _ in together], [value for _, value in together], weight)
 
 
 @torch.no_grad()

@@ -176,10 +176,7 @@ def _gather_stages(module: nn.Module, stage: int, stages: int, *, keep: bool) ->
 def scatter_state(
     module: nn.Module, state: Mapping[str, Any], device: torch.device, *, from_rank_0: bool, strict: bool
 ) -> None:
-    """Copy each rank's part of whole tensors into the module; raises MeshparError before that where they do not fit.
-
-    Collective where ``from_rank_0``: rank 0 hands in the tensors.
-    """
+    """Copy each rank's part of whole tensors, rank 0's if ``from_rank_0``; MeshparError first where they do not fit."""
     elsewhere = tensors_elsewhere(run_of(module))
     targets = {**_tensors(module), **elsewhere}
     problems = misfits(targets, state, strict=strict) if not from_rank_0 or dist.get_rank() == 0 else []

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -39,22 +39,18 @@ class Slab:
     """Host memory of exactly ``nbytes``, given back unlike torch's; pinned, it is whole pages of its own."""
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8) if not pin or not nbytes else _pinned(nbytes)
-        if pin and nbytes:
+        if not pin or not nbytes:
+            self.memory = torch.empty(nbytes, dtype=torch.uint8)
+            return
+        self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        if torch.cuda.is_available():  # other accelerators copy from and to memory that is not pinned
+            runtime_of_cuda: Any = torch.cuda.cudart()
+            torch.cuda.check_error(runtime_of_cuda.cudaHostRegister(self.memory.data_ptr(), nbytes, 0))
             weakref.finalize(self, _unpin, self.memory).atexit = False
 
 
-def _pinned(nbytes: int) -> Tensor:
-    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-    if torch.cuda.is_available():  # other accelerators copy from and to memory that is not pinned
-        registered = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)  # type: ignore[union-attr]
-        torch.cuda.check_error(registered)
-    return memory
-
-
 def _unpin(memory: Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[union-attr]
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[union-attr]
 
 
 @final

@@ -184,19 +184,14 @@ def positions(splitter: Pass, length: int, axis: str, size: int, index: int) -> 
 
 def selected(values: object, index: Tensor, dim: int) -> object:
     """Return ``values`` with the tensors in it cut to ``index`` along ``dim``. Tensors without such a dim stay."""
-    if isinstance(values, Tensor):
-        return _index_pinned(values, index.to(values.device, non_blocking=True), dim) if values.ndim > dim else values
+    if isinstance(values, Tensor) and values.ndim > dim:
+        shape = (*values.shape[:dim], len(index), *values.shape[dim + 1 :])
+        # of page-locked memory in such memory, whose copy to a device does not wait
+        out = torch.empty(shape, dtype=values.dtype, pin_memory=True) if values.is_pinned() else None
+        return torch.index_select(values, dim, index.to(values.device, non_blocking=True), out=out)
     if isinstance(values, Mapping):
         return {name: selected(value, index, dim) for name, value in values.items()}
     if isinstance(values, list | tuple):
         parts = [selected(value, index, dim) for value in values]
         return parts if isinstance(values, list) else tuple(parts)
     return values
-
-
-def _index_pinned(values: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Return ``index_select``, for page-locked memory in such memory: its copy to a device does not wait."""
-    if not values.is_pinned():
-        return values.index_select(dim, index)
-    shape = [len(index) if number == dim else size for number, size in enumerate(values.shape)]
-    return torch.index_select(values, dim, index, out=torch.empty(shape, dtype=values.dtype, pin_memory=True))

@@ -80,7 +80,12 @@ class TensorParallel(Pass):
         return self.sequence_parallel
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        yield from _once(self._every_problem(module, layout, mesh.axes["tp"]))
+        # those that differ by the number of a layer once
+        alike: dict[str, list[str]] = {}
+        for problem in self._every_problem(module, layout, mesh.axes["tp"]):
+            alike.setdefault(re.sub(r"(?<=\.)\d+(?=[.'])", "*", problem), []).append(problem)
+        for first, *others in alike.values():
+            yield first + (f" (and {len(others)} more like it)" if others else "")
 
     def _every_problem(self, module: nn.Module, layout: ModelLayout, size: int) -> Iterator[str]:
         if layout.tensor.refusal:
@@ -296,15 +301,6 @@ def _parameter_styles(module: nn.Module, table: _Table) -> list[tuple[str, nn.Mo
         )
         for owner, leaves in owners.items()
     ]
-
-
-def _once(problems: Iterator[str]) -> Iterator[str]:
-    """Yield problems that differ by the number of a layer once, saying how many there are."""
-    alike: dict[str, list[str]] = {}
-    for problem in problems:
-        alike.setdefault(re.sub(r"(?<=\.)\d+(?=[.'])", "*", problem), []).append(problem)
-    for first, *others in alike.values():
-        yield first + (f" (and {len(others)} more like it)" if others else "")
 
 
 def _split_together(table: _Table, name: str) -> list[str]:
