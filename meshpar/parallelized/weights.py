@@ -77,7 +77,8 @@ class ModuleWeights(ModuleOnMesh):
         with self.run.moving():
             initialize.allocate(self.module, self.device, self.home)
         if weights is not None:
-            initialize.from_source(self.module, self.layout, weights, self.device, missing, ignore=ignore, cast=cast)
+            fit = initialize.compared(self.module, self.layout, weights, ignore=ignore, cast=cast)
+            initialize.from_source(self.module, self.layout, fit, self.device, missing)
         else:
             assert seed is not None
             initialize.from_seed(self.module, self.layout, seed, self.device, missing)

@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -76,18 +77,8 @@ def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.d
 
 
 @torch.no_grad()
-def from_source(
-    module: nn.Module,
-    layout: ModelLayout,
-    source: WeightSource,
-    device: torch.device,
-    missing: set[str],
-    *,
-    ignore: Collection[str] = (),
-    cast: bool = False,
-) -> None:
-    """Read this rank's part of all state from ``source``; all ranks raise LayoutError for what does not fit, alike."""
-    fit = compared(module, layout, source, ignore=ignore, cast=cast)
+def from_source(module: nn.Module, layout: ModelLayout, fit: Fit, device: torch.device, missing: set[str]) -> None:
+    """Read this rank's part of all state; all ranks raise LayoutError for what does not fit, before they read."""
     if fit.problems:
         raise LayoutError("\n  ".join(["these weights do not fit this model:", *fit.problems, *fit.remedies]))
     every = dict(state(module))
@@ -234,71 +225,53 @@ def state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _initialise(
     module: nn.Module, layout: ModelLayout, device: torch.device, names: set[str], seed: int | None
 ) -> None:
-    """Let modules fill their parameters and buffers with these ``names``, tied ones once, each from ``seed``."""
+    """Let modules write their parameters and buffers with these ``names``, tied ones once; keep this rank's parts."""
     done: set[int] = set()
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
         named = {key: value for key, value in child._parameters.items() if prefix + key in names}
         shards = {key: value for key, value in named.items() if value is not None and id(value) not in done}
-        buffers = {key for key in child._buffers if prefix + key in names}
+        buffers = {key: value for key, value in child._buffers.items() if prefix + key in names and value is not None}
         done.update(map(id, shards.values()))
-        if shards or buffers:
-            # of the module's name: neither the mesh nor the order of modules counts
-            if seed is not None:
-                random.seed(device, random.mix(seed, zlib.crc32(name.encode())))
-            _run(name, child, layout, device, shards, buffers)
-
-
-def _run(
-    name: str,
-    child: nn.Module,
-    layout: ModelLayout,
-    device: torch.device,
-    shards: Mapping[str, Tensor],
-    buffers: set[str],
-) -> None:
-    """Initialise a module's own tensors, check that they were written, and keep this rank's ``shards``."""
-    with _whole_parameters(child, device) as whole:
-        for tensor in whole.values():
-            if tensor.is_floating_point():
-                tensor.fill_(torch.nan)
-        filled = {key: buffer for key, buffer in child._buffers.items() if key in buffers and buffer is not None}
-        before = whole | filled
-        versions = {key: tensor._version for key, tensor in before.items()}
-        if (init := layout.init or own_init(child)) is not None:
-            init(child)
-        now = child._parameters | child._buffers
-        same = [key for key, value in before.items() if now[key] is value and value._version == versions[key]]
-        # A parameter that was written through .data keeps its version; its NaN are gone.
-        written = {key for key in same if before[key].is_floating_point() and not before[key].isnan().all()}
-        missed = [key for key in same if key in filled or key not in written]
-        if missed:
-            raise LayoutError(
-                f"{name or class_name(child)} ({class_name(child)}) has no initialisation for {', '.join(missed)}; "
-                "give the class a reset_parameters() that fills them, or pass ModelLayout(init=...), or build the "
-                "model with weights instead of on meta"
-            )
-        whole |= {key: value for key, value in child._parameters.items() if value is not None}
-        for key, shard in shards.items():
-            local_tensor(shard).copy_(whole[key][held_by_this_rank(shard)])
+        if not shards and not buffers:
+            continue
+        # of the module's name: neither the mesh nor the order of modules counts
+        if seed is not None:
+            random.seed(device, random.mix(seed, zlib.crc32(name.encode())))
+        with _whole_parameters(child, device) as whole:
+            before = whole | buffers
+            versions = {key: tensor._version for key, tensor in before.items()}
+            if (init := layout.init or own_init(child)) is not None:
+                init(child)
+            now = child._parameters | child._buffers
+            same = [key for key, value in before.items() if now[key] is value and value._version == versions[key]]
+            # A parameter that was written through .data keeps its version; its NaN are gone.
+            written = {key for key in same if before[key].is_floating_point() and not before[key].isnan().all()}
+            if missed := [key for key in same if key in buffers or key not in written]:
+                raise LayoutError(
+                    f"{name or class_name(child)} ({class_name(child)}) has no initialisation for {', '.join(missed)}; "
+                    "give the class a reset_parameters() that fills them, or pass ModelLayout(init=...), or build the "
+                    "model with weights instead of on meta"
+                )
+            for key, shard in shards.items():
+                local_tensor(shard).copy_(child.get_parameter(key)[held_by_this_rank(shard)])
 
 
 def own_init(child: nn.Module) -> Callable[[nn.Module], Any] | None:
     """Return the module's own initialisation; torch's attention calls it ``_reset_parameters``."""
-    for method in ("reset_parameters", "_reset_parameters"):
-        if callable(getattr(child, method, None)):
-            return lambda module: getattr(module, method)()
-    return None
+    names = [name for name in ("reset_parameters", "_reset_parameters") if callable(getattr(child, name, None))]
+    return methodcaller(names[0]) if names else None
 
 
 @contextmanager
 def _whole_parameters(child: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Let a module own whole plain parameters for a while instead of its shards."""
+    """Let a module own whole plain parameters, NaN where they can be, for a while instead of its shards."""
     shards = dict(child._parameters)
     whole: dict[str, Tensor] = {}
     for key, shard in shards.items():
         if shard is not None:
             values = torch.empty(shard.shape, dtype=shard.dtype, device=device)
+            values = values.fill_(torch.nan) if values.is_floating_point() else values
             child._parameters[key] = whole[key] = nn.Parameter(values, requires_grad=shard.requires_grad)
     try:
         yield whole
