@@ -81,12 +81,12 @@ def chunked_token_loss(
     return reduced(run_with(model, inputs, labels_BL, head, loss))
 
 
+_Compute = Callable[[Step, Tensor, Tensor, Tensor | None], Tensor]
+"""Makes a result of what the head does after its product, hidden states, weight and bias."""
+
+
 def run_with(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    labels_BL: Tensor,
-    head: nn.Module | None,
-    compute: Callable[[Step, Tensor, Tensor, Tensor | None], Tensor],
+    model: nn.Module, inputs: Mapping[str, Any], labels_BL: Tensor, head: nn.Module | None, compute: _Compute
 ) -> Tensor:
     """Return what ``compute`` makes of hidden states (N, D) while ``model`` runs, in place of its logits."""
     losses, head = list[Tensor](), head or head_of(model)
@@ -295,13 +295,15 @@ def token_log_probs(
         raise MeshparError(f"temperature={temperature} and chunk={chunk} must be positive")
     labels_BL: Tensor = batch["labels"]
     scale, labels_N = 1.0 / temperature, labels_BL.flatten()
+    counted_N = labels_N != ignore_index
+    index_N = torch.where(counted_N, labels_N, 0)
 
     def compute(finish: Step, hidden_ND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if runtime.queues(weight.device):
             rows = min(chunk, max(FULL_SPEED, LARGE_LOGITS // (4 * len(weight))))
         else:
             rows = min(chunk, max(16, len(labels_N) // 64))
-        return _TokenLogProbs.apply(finish, rows, ignore_index, scale, labels_N, hidden_ND, weight, bias)
+        return _TokenLogProbs.apply((finish, rows, scale), index_N, counted_N, hidden_ND, weight, bias)
 
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     both_2N = run_with(model, inputs, labels_BL, head, compute)
@@ -313,32 +315,24 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        finish: Step,
-        chunk: int,
-        ignore_index: int,
-        scale: float,
-        labels_N: Tensor,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
+        ctx: FunctionCtx, how: tuple[Step, int, float], index_N: Tensor, counted_N: Tensor, *layer: Any
     ) -> Tensor:
-        counted_N = labels_N != ignore_index
+        (finish, chunk, scale), (hidden_ND, weight_VD, bias_V) = how, layer
         parts = []
         for start in range(0, len(hidden_ND), chunk):
             rows = slice(start, start + chunk)
             scores_nV, first, group = _scores(finish(F.linear(hidden_ND[rows], weight_VD, bias_V)), scale)
-            parts.append(_values(scores_nV, torch.where(counted_N, labels_N, 0)[rows], first, group))
+            parts.append(_values(scores_nV, index_N[rows], first, group))
         values_4N = torch.cat(parts, 1) if parts else hidden_ND.new_zeros(4, 0).float()
-        ctx.save_for_backward(labels_N, counted_N, values_4N[1:], hidden_ND, weight_VD, bias_V)  # type: ignore[arg-type]
-        ctx.how = (finish, chunk, scale)  # type: ignore[attr-defined]
+        ctx.save_for_backward(index_N, counted_N, values_4N[1:], *layer)
+        ctx.how = how  # type: ignore[attr-defined]
         return values_4N[::3] * counted_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, upstream_2N: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors  # type: ignore[attr-defined]
-        labels_N, counted_N, (top_N, total_N, entropy_N), hidden_ND, weight_VD, bias_V = saved
+        index_N, counted_N, (top_N, total_N, entropy_N), hidden_ND, weight_VD, bias_V = saved
         finish, chunk, scale = ctx.how  # type: ignore[attr-defined]
         grads = Gradients(hidden_ND, weight_VD, bias_V)
         upstream_2N = upstream_2N * counted_N * scale
@@ -355,13 +349,13 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_nV = logs_nV.add_(entropy_N[rows, None]).mul_(-upstream_2N[1, rows, None])
             grad_nV.sub_(upstream_2N[0, rows, None]).mul_(probs_nV)
             del probs_nV
-            here_n, index_n = _here(torch.where(counted_N, labels_N, 0)[rows], first, grad_nV.shape[-1])
+            here_n, index_n = _here(index_N[rows], first, grad_nV.shape[-1])
             grad_nV.scatter_add_(1, index_n[:, None], (upstream_2N[0, rows] * here_n)[:, None])
             grads.add(rows, torch.autograd.grad(local, logits_nV, grad_nV.view(local.shape).to(local.dtype))[0])
             del logits_nV, finished, local, grad_nV, logs_nV, scores_nV
         pairs = zip((grads.hidden_ND, grads.weight_VD, grads.bias_V), (hidden_ND, weight_VD, bias_V))
         gradients = (None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs)
-        return *(None,) * 5, *gradients
+        return *(None,) * 3, *gradients
 
 
 def _scores(logits: Tensor, scale: float) -> tuple[Tensor, int, dist.ProcessGroup | None]:

@@ -72,14 +72,14 @@ class WeightMap:
         """Present a published file under our names and shapes; raises LayoutError for missing parts and clashes."""
         views = _leaves(source)
         for rule in reversed(self.rules):
-            views = _stage(views, rule, names_of(rule.theirs), names_of(rule.ours), rule.backward)
+            views = _stage(views, rule, publish=False)
         return Mapped(views)
 
     def publish(self, source: WeightSource) -> Mapped:
         """Present our tensors under published names and shapes; raises LayoutError for missing parts and clashes."""
         views = _leaves(source)
         for rule in self.rules:
-            views = _stage(views, rule, names_of(rule.ours), names_of(rule.theirs), rule.forward)
+            views = _stage(views, rule, publish=True)
         return Mapped(views)
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -129,14 +129,11 @@ def _carry(name: str, sides: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]) 
     return names
 
 
-def _stage(
-    views: Mapping[str, View],
-    rule: Rule,
-    here: tuple[str, ...],
-    there: tuple[str, ...],
-    build: Callable[[Sequence[View]], Sequence[View]],
-) -> dict[str, View]:
+def _stage(views: Mapping[str, View], rule: Rule, *, publish: bool) -> dict[str, View]:
     """Carry every tensor from one side of ``rule`` to the other."""
+    here, there, build = names_of(rule.ours), names_of(rule.theirs), rule.forward
+    if not publish:
+        here, there, build = there, here, rule.backward
     carried: list[tuple[str, View]] = []
     problems: list[str] = []
     done: set[str] = set()
