@@ -187,14 +187,9 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        loss_of: Callable[[Tensor, Tensor], Tensor],
-        trains: bool,
-        labels: Sequence[Tensor],
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
+        ctx: FunctionCtx, loss_of: Callable[..., Tensor], trains: bool, labels: Sequence[Tensor], *layer: Any
     ) -> Tensor:
+        hidden_ND, weight_VD, bias_V = layer
         total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         grads, start = Gradients(hidden_ND, weight_VD, bias_V) if trains else None, 0
         for labels_n in labels:
@@ -208,8 +203,7 @@ class _Chunked(torch.autograd.Function):
             del logits_nV, loss  # before the next chunk's
         if grads is not None:
             ctx.save_for_backward(grads.hidden_ND, grads.weight_VD, grads.bias_V)  # type: ignore[arg-type]
-            inputs = (hidden_ND, weight_VD, bias_V)
-            ctx.dtypes = [None if x is None else x.dtype for x in inputs]  # type: ignore[attr-defined]
+            ctx.dtypes = [None if x is None else x.dtype for x in layer]  # type: ignore[attr-defined]
         return total
 
     @staticmethod
