@@ -72,11 +72,11 @@ class Exchange:
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
         """Return the ranks' parts of ``x`` joined along ``dim`` in order; gradients are summed over the axis."""
-        return _join(x, dim, self)
+        return link(x, self._gather, self._sum_parts, dim)
 
     def values(self, x: Tensor, dim: int) -> Tensor:
         """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order, without a gradient."""
-        return _gather_positions(x.detach(), dim, self)
+        return self._gather(x.detach(), dim)
 
     def attend(
         self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces | None, *, causal: bool = True
@@ -121,7 +121,7 @@ class Exchange:
                 if groups * factor % self.size == 0 and heads // groups % factor == 0
             )
             k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-        q, k, v = (_to_heads(tensor, self) for tensor in (q, k, v))
+        q, k, v = map(self._to_heads, (q, k, v))
         try:
             attended = run_by_run(inner, q, k, v, mask, [range(q.shape[2])], causal=causal)
         except torch.OutOfMemoryError:
@@ -131,7 +131,35 @@ class Exchange:
                 f"attention does not run with {heads // self.size} of its {heads} heads ({first_line(error)}): it has "
                 "separate values for each head; use ContextParallel(transport='gather')"
             ) from error
-        return _to_positions(attended, self)
+        return self._to_positions(attended)
+
+    def _sum_parts(self, x: Tensor, dim: int) -> Tensor:
+        return link(x, self._scatter, self.whole, dim)
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """Return (B, H / size, N, C) of all positions, of (B, H, M, C) of this rank's positions."""
+        return link(x, self._swap_to_heads, self._to_positions)
+
+    def _to_positions(self, x: Tensor) -> Tensor:
+        """Return (B, H, M, C) of this rank's positions, of (B, H / size, N, C) of all positions."""
+        return link(x, self._swap_to_positions, self._to_heads)
+
+    def _gather(self, x: Tensor, dim: int) -> Tensor:
+        return self._in_order(_all_gather(x, 0, self.group), dim)
+
+    def _scatter(self, x: Tensor, dim: int) -> Tensor:
+        return _reduce_scatter(self._by_rank(x, dim), 0, self.group)
+
+    def _swap_to_heads(self, x: Tensor) -> Tensor:
+        return self._in_order(self._swap(torch.cat(x.chunk(self.size, 1), 0)), 2)
+
+    def _swap_to_positions(self, x: Tensor) -> Tensor:
+        return torch.cat(self._swap(self._by_rank(x, 2)).chunk(self.size, 0), 1)
+
+    def _swap(self, x: Tensor) -> Tensor:
+        """Send the r-th part along dim 0 to rank r, and return what came, in the order of ranks."""
+        rows = [x.shape[0] // self.size] * self.size
+        return _all_to_all(x, rows, rows, self.group)
 
     def _in_order(self, stacked: Tensor, dim: int) -> Tensor:
         """Join what the ranks hold, stacked along dim 0, along ``dim`` in the sequence's order."""
@@ -174,43 +202,3 @@ def run_by_run(
         else:
             outputs.append(checkpoint(attend, *parts, run, seen, use_reentrant=False))
     return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
-
-
-def _join(x: Tensor, dim: int, exchange: Exchange) -> Tensor:
-    return link(x, _gather_positions, _sum_parts, dim, exchange)
-
-
-def _sum_parts(x: Tensor, dim: int, exchange: Exchange) -> Tensor:
-    return link(x, _scatter_positions, _join, dim, exchange)
-
-
-def _to_heads(x: Tensor, exchange: Exchange) -> Tensor:
-    """Return (B, H / size, N, C) of all positions, of (B, H, M, C) of this rank's positions."""
-    return link(x, _swap_to_heads, _to_positions, exchange)
-
-
-def _to_positions(x: Tensor, exchange: Exchange) -> Tensor:
-    """Return (B, H, M, C) of this rank's positions, of (B, H / size, N, C) of all positions."""
-    return link(x, _swap_to_positions, _to_heads, exchange)
-
-
-def _gather_positions(x: Tensor, dim: int, exchange: Exchange) -> Tensor:
-    return exchange._in_order(_all_gather(x, 0, exchange.group), dim)
-
-
-def _scatter_positions(x: Tensor, dim: int, exchange: Exchange) -> Tensor:
-    return _reduce_scatter(exchange._by_rank(x, dim), 0, exchange.group)
-
-
-def _swap_to_heads(x: Tensor, exchange: Exchange) -> Tensor:
-    return exchange._in_order(_swap(torch.cat(x.chunk(exchange.size, 1), 0), exchange), 2)
-
-
-def _swap_to_positions(x: Tensor, exchange: Exchange) -> Tensor:
-    return torch.cat(_swap(exchange._by_rank(x, 2), exchange).chunk(exchange.size, 0), 1)
-
-
-def _swap(x: Tensor, exchange: Exchange) -> Tensor:
-    """Send the r-th part along dim 0 to rank r, and return what came, in the order of ranks."""
-    rows = [x.shape[0] // exchange.size] * exchange.size
-    return _all_to_all(x, rows, rows, exchange.group)

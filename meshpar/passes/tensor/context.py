@@ -80,7 +80,6 @@ class Context:
     styles: dict[str, Style] = field(default_factory=dict)
     # at whose end random state is shared again
     joining: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    styled: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     @property
     def size(self) -> int:

@@ -192,8 +192,7 @@ class TensorParallel(Pass):
         context.placed.clear()
         for name, child, style in styled:
             style.install(name, child, context)
-        context.styled.update(child for _, child, _ in styled)
-        see_whole(module, {block for _, block in find_blocks(module, layout)}, set(context.styled))
+        see_whole(module, {block for _, block in find_blocks(module, layout)}, {child for _, child, _ in styled})
         return context
 
     def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
