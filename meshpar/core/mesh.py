@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -268,7 +268,7 @@ def _built(device_type: str, axes: tuple[tuple[str, int], ...], *, own: bool) ->
 
     forget_meshes()
     names, sizes = zip(*axes)
-    backends = dict.fromkeys(names, dist.get_backend()) if own else None
+    backends: Any = dict.fromkeys(names, dist.get_backend()) if own else None
     mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=backends)
     vars(mesh)["_meshpar_own"] = own
     tell_apart(mesh)
