@@ -6,7 +6,6 @@ import random
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -91,9 +90,7 @@ def broken(changes: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize(("changes", "place", "message"), CASES, ids=[str(case[0]) for case in CASES])
-def test_a_broken_recipe_gets_one_error_with_its_place(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], place: str, message: str
-) -> None:
+def test_a_broken_recipe_gets_one_error_with_its_place(folder, monkeypatch, changes, place, message) -> None:
     monkeypatch.chdir(folder)
     nproc = changes.pop("--nproc", None)
     text = broken(changes)
@@ -129,9 +126,7 @@ def test_a_broken_recipe_gets_one_error_with_its_place(
         ("num_layerz: 3", "transformers has no such field of llama: num_layerz (nearest: num_hidden_layers"),
     ],
 )
-def test_values_that_transformers_cannot_use_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, change: str, message: str
-) -> None:
+def test_values_that_transformers_cannot_use_are_refused(folder, monkeypatch, change, message) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(folder)
     Path("job.yaml").write_text(BASE)
@@ -198,9 +193,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fewer", "missing: embed.weight (260, 32)"),
     ],
 )
-def test_check_opens_the_weights_that_the_ranks_will_open(
-    weights: Path, monkeypatch: pytest.MonkeyPatch, folder: str, message: str
-) -> None:
+def test_check_opens_the_weights_that_the_ranks_will_open(weights, monkeypatch, folder, message) -> None:
     monkeypatch.chdir(weights)
     done = CliRunner().invoke(
         app, ["check", "job.yaml", f"model.weights={folder}", "data.tokenizer=bytes"], catch_exceptions=False

@@ -116,9 +116,8 @@ def test_describe_of_70b_on_512_ranks_is_right_to_the_byte() -> None:
 def test_describe_takes_recipes_and_names_shapes_it_does_not_know(recipe: str) -> None:
     assert "Transformer under dp_shard=4" in invoke("describe", recipe, "mesh=dp_shard=4").stdout
     assert "124,439,808 parameters" in invoke("describe", "gpt2", "--mesh", "dp_shard=4").stdout
-    assert (
-        "Transformer under dp_replicate=2,dp_shard=4,tp=8" in invoke("describe", "hsdp_tp").stdout
-    )  # its data lies elsewhere
+    # its data lies elsewhere
+    assert "Transformer under dp_replicate=2,dp_shard=4,tp=8" in invoke("describe", "hsdp_tp").stdout
     assert "shapes: tiny, 124m" in invoke("describe", "llama-80b").stderr
 
 
@@ -258,14 +257,12 @@ def test_the_version_and_a_shells_completion() -> None:
 
 def test_the_page_of_keys_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "recipe_keys.md"
-    assert page.read_text() == invoke("check", "--keys").output, (
-        "write it again: meshpar check --keys > docs/recipe_keys.md"
-    )
+    # write it again: meshpar check --keys > docs/recipe_keys.md
+    assert page.read_text() == invoke("check", "--keys").output
     lines = page.read_text().splitlines()
     (nonfinite,) = (line for line in lines if line.startswith("| `nonfinite`"))
-    assert nonfinite.endswith("no checkpoint contains the weights of such a step. |"), (
-        "a line of a meaning may have a colon"
-    )
+    # a line of a meaning may have a colon
+    assert nonfinite.endswith("no checkpoint contains the weights of such a step. |")
     steps = lines[lines.index("## schedule") :][5]
     assert steps.startswith("| `steps` | an integer or null |  |"), "the section's default, not that of its dataclass"
 
@@ -300,9 +297,8 @@ def test_generate_stops_samples_by_seed_and_chats(tmp_path: Path) -> None:
             in invoke("generate", str(tmp_path), "ab", "--engine", "vllm").stderr
         )
     (tmp_path / "chat_template.jinja").write_text("{% for each in messages %}<{{ each.content }}>{% endfor %}")
-    assert said("--chat") == said(prompt="<ab>").removeprefix("<ab>"), (
-        "the template around the prompt; the answer alone is printed"
-    )
+    # the template around the prompt; the answer alone is printed
+    assert said("--chat") == said(prompt="<ab>").removeprefix("<ab>")
 
 
 @pytest.mark.parametrize(("bos", "eos", "start"), [(5, 7, 5), (None, 7, 7)])

@@ -1,7 +1,9 @@
 """Recipes: every fault at once, with file, line, path and the nearest name; resolved text reads back."""
 
+import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +55,13 @@ def only(text: str = SMALL, *overrides: str) -> str:
 
 def test_numbers_are_those_of_yaml_1_2() -> None:
     recipe = read(SMALL, "optimizer.lr=3e-4", "optimizer.eps=1E-8", "training.clip=.inf", "name=12:30:00")
-    assert (recipe.optimizer.lr, recipe.optimizer.eps, recipe.training.clip, recipe.name) == (
-        3e-4,
-        1e-8,
-        float("inf"),
-        "12:30:00",
-    )
+    values = (recipe.optimizer.lr, recipe.optimizer.eps, recipe.training.clip, recipe.name)
+    assert values == (3e-4, 1e-8, float("inf"), "12:30:00")
 
 
 def test_the_resolved_text_reads_back_as_the_same_recipe() -> None:
-    recipe = read(
-        SMALL,
-        "passes=[ActivationCheckpoint, FullyShard: {param_dtype: bf16}]",
-        "model.rope_scaling.factor=4",
-        "optimizer.eps=1e-8",
-    )
+    passes = "passes=[ActivationCheckpoint, FullyShard: {param_dtype: bf16}]"
+    recipe = read(SMALL, passes, "model.rope_scaling.factor=4", "optimizer.eps=1e-8")
     text = recipe.to_yaml()
     again = resolve(parse_document(text, "recipe.yaml"))
     assert again == recipe
@@ -139,30 +133,25 @@ passes:
 def test_a_name_that_is_suggested_is_near(name: str, known: tuple[str, ...], near: list[str]) -> None:
     assert nearest(name, known) == near
     listed = suggestion(name, [f"other{number}" for number in range(9)])
-    assert suggestion(name, known) == (
-        f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(known))}"
-    )
+    expected = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(known))}"
+    assert suggestion(name, known) == expected
     assert listed == "none of the 9 names is near"
 
 
 def test_overrides_name_themselves_in_messages() -> None:
-    assert only(SMALL, "training.stps=5") == "override 'training.stps=5': training.stps: unknown key; nearest: steps"
-    assert only(SMALL, "optimiser.lr=1").startswith(
-        "override 'optimiser.lr=1': optimiser: unknown key; nearest: optimizer"
-    )
-    assert only(SMALL, "data.workers=-1").startswith(
-        "override 'data.workers=-1': data.workers: must be greater than or equal to 0, got -1"
-    )
+    for override, message in {
+        "training.stps=5": "training.stps: unknown key; nearest: steps",
+        "optimiser.lr=1": "optimiser: unknown key; nearest: optimizer",
+        "data.workers=-1": "data.workers: must be greater than or equal to 0, got -1",
+    }.items():
+        assert only(SMALL, override).startswith(f"override '{override}': {message}")
 
 
 def test_overrides_that_cannot_be_applied_are_all_told() -> None:
     with pytest.raises(RecipeError) as raised:
         read(SMALL, "x", "model.dim.a=3", "training.steps=[")
-    assert [line.partition(": ")[0] for line in str(raised.value).splitlines()] == [
-        "override 'x'",
-        "override 'model.dim.a=3'",
-        "override 'training.steps=['",
-    ]
+    named = [line.partition(": ")[0] for line in str(raised.value).splitlines()]
+    assert named == ["override 'x'", "override 'model.dim.a=3'", "override 'training.steps=['"]
 
 
 def test_overrides_reach_into_passes_by_place_and_by_name() -> None:
@@ -187,22 +176,16 @@ def test_fields_of_other_models_are_their_own() -> None:
     assert "model.n_layr: unknown key; nearest: n_layer" in only(SMALL, "model={kind: gpt2, n_layr: 2}")
     assert "passes.0: expected a pass's name, or one name with its options" in only(SMALL, "passes=[{FullyShard: 3}]")
     assert "data.paths: tokens are one .bin file, got 2" in only(SMALL, "data={source: tokens, paths: [a.bin, b.bin]}")
-    assert "data.tokenizer: the input is tokens already" in only(
-        SMALL, "data={source: tokens, paths: [a.bin], tokenizer: bpe}"
-    )
+    tokens = "data={source: tokens, paths: [a.bin], tokenizer: bpe}"
+    assert "data.tokenizer: the input is tokens already" in only(SMALL, tokens)
 
 
 def test_balance_of_experts_that_a_model_lacks_does_not_start() -> None:
     (found,) = checks.check_job(read(SMALL, "training.balance_rate=0.01"), 2)
-    assert found.startswith(
-        "small.yaml:8: training: balance_rate=0.01 moves a bias (E,) beside each router, and Transformer has 0 for 0"
-    )
-    assert (
-        checks.check_job(
-            read(SMALL, "model={experts: 4, shared_experts: 1, qk_norm: true}", "training.balance_rate=0.01"), 2
-        )
-        == []
-    )
+    message = "training: balance_rate=0.01 moves a bias (E,) beside each router, and Transformer has 0 for 0"
+    assert found.startswith(f"small.yaml:8: {message}")
+    balanced = read(SMALL, "model={experts: 4, shared_experts: 1, qk_norm: true}", "training.balance_rate=0.01")
+    assert checks.check_job(balanced, 2) == []
 
 
 def test_weights_bring_their_config_and_tokenizer(tmp_path: Path) -> None:
@@ -212,17 +195,15 @@ def test_weights_bring_their_config_and_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tune.yaml").write_text(text)
     with pytest.raises(RecipeError, match=r"config: no config.json in .*published"):
         load_recipe(tmp_path / "tune.yaml", ["data.tokenizer=bytes"])
-    with pytest.raises(
-        RecipeError, match=r"weights: a/name does not exist; expected a folder \(nothing is downloaded: `hf download"
-    ) as error:
+    message = r"weights: a/name does not exist; expected a folder \(nothing is downloaded: `hf download"
+    with pytest.raises(RecipeError, match=message) as error:
         load_recipe(tmp_path / "tune.yaml", ["model.weights=a/name"])
     assert str(error.value).startswith("1 problem ")
     there = load_recipe(tmp_path / "tune.yaml", ["model.weights=/models/name"], disks=False)
     assert there.model.config == "/models/name", "on another machine"
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(
-        RecipeError, match=r"data.tokenizer: missing: .*published has no tokenizer.json; name the folder"
-    ):
+    message = r"data.tokenizer: missing: .*published has no tokenizer.json; name the folder"
+    with pytest.raises(RecipeError, match=message):
         load_recipe(tmp_path / "tune.yaml")
     assert load_recipe(tmp_path / "tune.yaml", ["data.tokenizer=bytes"]).data.tokenizer == "bytes"
     (folder / "tokenizer.json").write_text("{}")
@@ -236,56 +217,37 @@ def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("data", "more", "message"),
     [
-        (["data={mix: [{source: files}]}"], "data.mix: source: files with paths []; expected none for stdlib"),
+        ("{mix: [{source: files}]}", [], "data.mix: source: files with paths []; expected none for stdlib"),
         (
-            ["data={mix: [{source: stdlib}], paths: [x]}"],
-            "data.mix: paths, validation_paths and template are written in each source",
+            "{mix: [{source: stdlib}], paths: [x]}",
+            [],
+            "paths, validation_paths and template are written in each source",
         ),
-        (["data.source=mix"], "data.mix: a mixture is written mix:"),
-        (["data={mix: [{source: stdlib, weight: 0}]}"], "must be greater than 0, got 0"),
-        (["data={mix: [{source: stdlib, weight: .inf}]}"], "data.mix: expected weights above 0 and finite"),
+        ("{source: mix}", [], "data.mix: a mixture is written mix:"),
+        ("{mix: [{source: stdlib, weight: 0}]}", [], "must be greater than 0, got 0"),
+        ("{mix: [{source: stdlib, weight: .inf}]}", [], "data.mix: expected weights above 0 and finite"),
+        ("{mix: [{source: stdlib, weight: 1e-99}, {source: stdlib}]}", [], "expected weights above 0 and finite"),
+        ("{mix: [{source: stdlib, name: stdlib1}, {source: stdlib}]}", [], "share a name in ['stdlib1', 'stdlib1']"),
+        ("{mix: [{source: stdlib}]}", ["training.epochs=1"], "a mixture ends with the epochs of its sources"),
+        ("{mix: [{source: stdlib}]}", ["checkpoint.every=epoch"], "a mixture with a source that repeats"),
+        ("{mix: [{source: stdlib, wieght: 1}]}", [], "unknown key; nearest: weight"),
         (
-            ["data={mix: [{source: stdlib, weight: 1e-99}, {source: stdlib}]}"],
-            "data.mix: expected weights above 0 and finite",
-        ),
-        (
-            ["data={mix: [{source: stdlib, name: stdlib1}, {source: stdlib}]}"],
-            "two sources share a name in ['stdlib1', 'stdlib1']",
-        ),
-        (
-            ["data={mix: [{source: stdlib}]}", "training.epochs=1"],
-            "training.epochs: a mixture ends with the epochs of its sources",
-        ),
-        (
-            ["data={mix: [{source: stdlib}]}", "checkpoint.every=epoch"],
-            "checkpoint.every: a mixture with a source that repeats",
-        ),
-        (["data={mix: [{source: stdlib, wieght: 1}]}"], "unknown key; nearest: weight"),
-        (
-            ["data={source: chat, paths: [stdlib]}"],
+            "{source: chat, paths: [stdlib]}",
+            [],
             "tokenizer bytes has no chat template; write template: chatml or llama3",
         ),
-        (
-            ["data={mix: [{source: jsonl, paths: [x.json]}]}"],
-            "data.mix: source: jsonl reads files ending in .jsonl, got 'x.json'",
-        ),
-        (
-            ["data={source: parquet, paths: [x.txt]}"],
-            "source: parquet reads files ending in .parquet or .arrow, got 'x.txt'",
-        ),
-        (["data={eos: x}"], "data.eos: tokenizer bytes ends a document with its own token"),
-        (["data={template: chatml}"], "a chat template requires source: chat"),
-        (
-            ["data={mix: [{source: stdlib}]}", "training.objective=seq2seq"],
-            "learns from pairs, and a mixture contains texts",
-        ),
+        ("{mix: [{source: jsonl, paths: [x.json]}]}", [], "source: jsonl reads files ending in .jsonl, got 'x.json'"),
+        ("{source: parquet, paths: [x.txt]}", [], "parquet reads files ending in .parquet or .arrow, got 'x.txt'"),
+        ("{source: stdlib, eos: x}", [], "data.eos: tokenizer bytes ends a document with its own token"),
+        ("{source: stdlib, template: chatml}", [], "a chat template requires source: chat"),
+        ("{mix: [{source: stdlib}]}", ["training.objective=seq2seq"], "from pairs, and a mixture contains texts"),
     ],
 )
-def test_mixtures_and_packing_that_cannot_be_are_refused(overrides: list[str], message: str) -> None:
+def test_mixtures_and_packing_that_cannot_be_are_refused(data: str, more: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        read(SMALL, *overrides)
+        read(SMALL, f"data={data}", *more)
     assert message in str(caught.value)
 
 
@@ -301,30 +263,25 @@ def test_a_mixture_reads_back_and_is_checked(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("text " * 200)
     two = f"data={{mix: [{{source: tokens, paths: [{tmp_path}/a.bin]}}, {{source: files, paths: [{tmp_path}/b.txt]}}]}}"
     found = "\n".join(checks.check_job(read(SMALL, two), 2))
-    assert (
-        "data.mix: the sources of a mix are of different tokenizers: tokens0 has vocab_size 300 and eos_id 0, files1 "
-        "has" in found
-    )
+    message = "the sources of a mix are of different tokenizers: tokens0 has vocab_size 300 and eos_id 0, files1 has"
+    assert f"data.mix: {message}" in found
     (found,) = checks.check_job(read(SMALL, mix % "bytes"), 2)
     assert re.search(r"data.mix.1.paths: the tokenizer has no token <\|begin_of_text\|>, .*write tokenizer: bpe", found)
 
 
-def test_a_file_that_cannot_be_read_is_one_problem_at_its_own_field(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_read_is_one_problem_at_its_own_field(tmp_path, monkeypatch) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text " * 2000)
 
-    def refused(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
+    def read_others(refused: str, path: Path) -> Iterator[str]:
+        if path.name == refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        return iter(["text "])
 
     for field, name in (("paths", "a.txt"), ("validation_paths", "b.txt")):
         recipe = read(SMALL, f"data={{source: files, paths: [{tmp_path}/a.txt], validation_paths: [{tmp_path}/b.txt]}}")
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "meshpar.training.text._read",
-                lambda path, name=name: refused(path) if path.name == name else iter(["text "]),
-            )
+            patch.setattr("meshpar.training.text._read", functools.partial(read_others, name))
             (found,) = checks.check_job(recipe, 2)
         assert re.fullmatch(rf".*: data.{field}: {tmp_path}/{name} cannot be read: .*Permission denied.*", found)
 
@@ -365,13 +322,10 @@ def test_without_passes_the_axes_call_for_them(mesh: str, passes: list[Any]) -> 
 
 
 def test_options_become_the_values_that_the_pass_takes() -> None:
-    written = (
-        "passes=[FullyShard: {param_dtype: bfloat16, reshard_after_forward: 4, blocks: [layers.*], prefetch_forward: "
-        "2}]"
-    )
-    assert make_passes(read(SMALL, written).passes) == [
-        FullyShard(param_dtype=torch.bfloat16, reshard_after_forward=4, blocks=("layers.*",), prefetch_forward=2)
-    ]
+    options = "param_dtype: bfloat16, reshard_after_forward: 4, blocks: [layers.*], prefetch_forward: 2"
+    (made,) = make_passes(read(SMALL, f"passes=[FullyShard: {{{options}}}]").passes)
+    values = {"reshard_after_forward": 4, "blocks": ("layers.*",), "prefetch_forward": 2}
+    assert made == FullyShard(param_dtype=torch.bfloat16, **values)
 
 
 def test_yaml_of_another_trainer_is_refused_with_the_page_that_lists_its_keys() -> None:
@@ -409,9 +363,8 @@ def test_the_vocabulary_comes_from_the_data_unless_a_shape_has_its_own(tmp_path:
 
 
 def test_check_finds_every_problem_of_plan_data_and_objective() -> None:
-    recipe = read(
-        SMALL, "mesh=dp_shard=2,tp=3", "data={source: files, paths: [/nowhere/*.txt]}", "training.objective=cusal_lm"
-    )
+    absent = "data={source: files, paths: [/nowhere/*.txt]}"
+    recipe = read(SMALL, "mesh=dp_shard=2,tp=3", absent, "training.objective=cusal_lm")
     found = checks.check_job(recipe, 6)
     assert any("/nowhere/*.txt" in line for line in found)
     assert any("2 heads, which tp=3 does not divide" in line for line in found)

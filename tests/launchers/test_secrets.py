@@ -74,9 +74,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
 )
 def test_a_recipe_with_a_credential_is_refused_and_it_is_not_repeated(folder: Path, field: str) -> None:
-    with pytest.raises(
-        RecipeError, match=r"looks like a credential.* come from the environment, such as MLFLOW"
-    ) as raised:
+    message = r"looks like a credential.* come from the environment, such as MLFLOW"
+    with pytest.raises(RecipeError, match=message) as raised:
         load_recipe("job.yaml", [field])
     assert SECRET not in str(raised.value)
     done = CliRunner().invoke(app, ["check", "job.yaml", field])
@@ -199,9 +198,7 @@ def test_names_and_places_of_credentials_are_none(text: str) -> None:
     assert not secret_words(["token=true", "--max-tokens", "512", "--tokenizer", "gpt2", "model.key_value_heads=4"])
 
 
-def test_the_environment_gives_the_uri_that_a_recipe_may_not_have(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_gives_the_uri_that_a_recipe_may_not_have(folder, monkeypatch) -> None:
     with pytest.raises(RecipeError, match="set the variable on the machines of the job, and remove the value here"):
         load_recipe("job.yaml", [f"trackers={{mlflow: {{uri: '{URI}'}}}}"])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)
@@ -271,9 +268,7 @@ class Board:
         """Nothing is open."""
 
 
-def test_facts_and_the_warnings_of_trackers_have_no_credential(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_facts_and_the_warnings_of_trackers_have_no_credential(folder, monkeypatch, caplog) -> None:
     monkeypatch.setattr(tracking, "_PAUSE_S", 0.02)
     Board.runs.clear()
     facts = {"recipe": {"trackers": {"mlflow": {"uri": URI}}, "token": SECRET}}
@@ -309,9 +304,7 @@ def test_a_resolved_recipe_and_error_files_have_no_credential(folder: Path) -> N
     assert "***@db" in failures.error_file(folder, 0).read_text()
 
 
-def test_the_log_of_a_rank_that_fails_has_no_credential(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_of_a_rank_that_fails_has_no_credential(folder, monkeypatch, capfd) -> None:
     def fails(task: object) -> int:
         raise ConnectionError(f"cannot reach {URI}")
 

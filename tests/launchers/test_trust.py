@@ -110,9 +110,7 @@ def test_a_forecast_makes_no_tracker_and_no_evaluation(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["subprocess.Popen", "os.system", "os.environ"])
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_job_calls_no_class_of_another_kind(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, field: str, name: str
-) -> None:
+def test_a_job_calls_no_class_of_another_kind(folder, monkeypatch, field, name) -> None:
     monkeypatch.setattr("meshpar.launchers.recipes.loading.make_importable", lambda folder: None)
     what = {"Popen": "a class", "system": "a builtin_function_or_method", "environ": "a _Environ"}[name.split(".")[1]]
     with pytest.raises(RecipeError, match=rf": {name} is {what}; expected a (sub)?class"):
@@ -169,9 +167,7 @@ def test_the_recipe_of_a_run_in_a_store_is_read_as_data_by_an_export(folder: Pat
         ({"options": ["context=evil"]}, "kubernetes has no such option"),
     ],
 )
-def test_a_launch_file_names_a_registered_target_and_a_file_beside_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
-) -> None:
+def test_a_launch_file_names_a_registered_target_and_a_file_beside_it(folder, monkeypatch, changes, message) -> None:
     launch = folder / "runs" / "job" / "launches" / "001"
     launch.mkdir(parents=True)
     (folder / "bin").mkdir()
@@ -256,9 +252,7 @@ def test_no_config_of_transformers_brings_code(folder: Path) -> None:
     assert said not in run("generate", "weights", "text").stderr
 
 
-def test_generate_asks_no_other_host_for_the_weights_below_adapters(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_asks_no_other_host_for_the_weights_below_adapters(folder, monkeypatch) -> None:
     asked = []
 
     def connect(self: socket.socket, address: Any) -> None:

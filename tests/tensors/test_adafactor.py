@@ -117,13 +117,10 @@ def test_every_split_has_the_values_of_the_whole_tensor():
 
 
 MESHES = [
-    ("dp_replicate=2,dp_shard=2", [WORLD]),
-    ("dp_replicate=2,dp_shard=2", [HybridShard()]),
-    ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
-    ("", []),
-    ("dp_replicate=4,dp_shard=1", [WORLD]),
+    ("dp_replicate=2,dp_shard=2", [WORLD]), ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+    ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]), ("", []), ("dp_replicate=4,dp_shard=1", [WORLD]),
     ("dp_shard=4", [FullyShard()]),
-]
+]  # fmt: skip
 STEPS = token_steps(VOCAB, parts=4, steps=3)
 
 
@@ -210,10 +207,8 @@ def test_whole_plain_state_of_one_process_is_divided_by_the_next_step():
     same_bits(weights(other) | moments(other, again), weights(par) | moments(par, optimizer))
     largest = max(again.state, key=torch.Tensor.numel)
     again.state[largest]["col_var"] = torch.zeros(3, 4)
-    with pytest.raises(
-        MeshparError,
-        match=r"Adafactor's col_var has shape \(3, 4\), and of a parameter of shape \(99, 36\) it has \(1, 36\)",
-    ):
+    message = r"Adafactor's col_var has shape \(3, 4\), and of a parameter of shape \(99, 36\) it has \(1, 36\)"
+    with pytest.raises(MeshparError, match=message):
         train_steps(other, STEPS[:1], optimizer=again)
 
 

@@ -348,10 +348,8 @@ def test_a_tensor_that_is_kept_is_found():
     par = Plan("dp_shard=2", [FullyShard()]).apply(module, LAYOUT)
     memory.check(par, "apply")
     kept = [parameter.detach().to_local().clone() for parameter in module.parameters()][:1]
-    with pytest.raises(
-        AssertionError,
-        match=r"after a step:\n  . tensors that the description does not know, .*: \(1024, 512\) 2,097,152",
-    ):
+    message = r"after a step:\n  . tensors that the description does not know, .*: \(1024, 512\) 2,097,152"
+    with pytest.raises(AssertionError, match=message):
         memory.check(par, "a step")
     memory.check(par, "a step", also=kept)
     kept.clear()

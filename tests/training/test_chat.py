@@ -62,10 +62,8 @@ def of_chatml(role, text):
 
 
 def of_llama3(role, text):
-    return [
-        (f"<|start_header_id|>{role}<|end_header_id|>\n\n", False),
-        (f"{text.strip()}<|eot_id|>", role == "assistant"),
-    ]
+    header = f"<|start_header_id|>{role}<|end_header_id|>\n\n"
+    return [(header, False), (f"{text.strip()}<|eot_id|>", role == "assistant")]
 
 
 def of_mistral(role, text):
@@ -85,16 +83,14 @@ def of_mistral(role, text):
 )
 def test_the_assistants_tokens_alone_count_turn_by_turn(template, begin, turn, tmp_path):
     said = [("system", "Be brief."), *SAID] if turn is not of_mistral else SAID
-    (tmp_path / "chat.jsonl").write_text(
-        json.dumps({"messages": messages(said)}) + "\n" + json.dumps({"messages": messages()}) + "\n"
-    )
+    records = ({"messages": messages(said)}, {"messages": messages()})
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     parts = [[(begin, False), *(part for message in written for part in turn(*message))] for written in (said, SAID)]
     want = [np.concatenate([np.full(len(text.encode()), counts) for text, counts in part]) for part in parts]
     source = ChatSource(inputs=(str(tmp_path / "chat.jsonl"),), template=template)
     pieces = list(source.token_pieces(byte_tokenizer()))
-    assert [bytes(ids.tolist()).decode() for ids, _, _ in pieces] == [
-        "".join(text for text, _ in part) for part in parts
-    ]
+    texts = ["".join(text for text, _ in part) for part in parts]
+    assert [bytes(ids.tolist()).decode() for ids, _, _ in pieces] == texts
     for (_, _, counted), expected in zip(pieces, want, strict=True):
         np.testing.assert_array_equal(counted, expected)
     file = prepare_tokens(source, byte_tokenizer(), tmp_path / "cache").train
@@ -123,15 +119,12 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     thought = [("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"), ("assistant", "<think>y</think>d")]
     template = ChatTemplate(text=REWRITES)
     assert template.conversation(messages(thought[:2]))[1]
-    with pytest.raises(
-        RecipeError,
-        match=r"turn 2.*rewrites earlier turns.*mark the assistant's text with {% generation %}.*one answer",
-    ):
+    message = r"turn 2.*rewrites earlier turns.*mark the assistant's text with {% generation %}.*one answer"
+    with pytest.raises(RecipeError, match=message):
         template.conversation(messages(thought))
     with pytest.raises(RecipeError, match=r"does not render it: .*Conversation roles must alternate"):
-        ChatTemplate(text=MISTRAL, variables={"bos_token": "", "eos_token": ""}).conversation(
-            messages([("system", "x")])
-        )
+        mistral = ChatTemplate(text=MISTRAL, variables={"bos_token": "", "eos_token": ""})
+        mistral.conversation(messages([("system", "x")]))
 
 
 LLAMA32 = """{{- bos_token }}
@@ -157,9 +150,8 @@ LLAMA32 = """{{- bos_token }}
 def test_a_template_that_writes_the_date_writes_that_of_the_data(tmp_path):
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"messages": messages()}) + "\n")
-    source = ChatSource(
-        inputs=(str(file),), template=ChatTemplate(text=LLAMA32, variables={"bos_token": "<|begin_of_text|>"})
-    )
+    dated = ChatTemplate(text=LLAMA32, variables={"bos_token": "<|begin_of_text|>"})
+    source = ChatSource(inputs=(str(file),), template=dated)
     found = {}
     for day in ("2024-07-26", "2025-01-02"):
         seconds = datetime.fromisoformat(f"{day}T12:00+00:00").timestamp()
@@ -168,12 +160,10 @@ def test_a_template_that_writes_the_date_writes_that_of_the_data(tmp_path):
     for (text, spans), date in zip(found.values(), ("26 Jul 2024", "02 Jan 2025"), strict=True):
         assert f"Today Date: {date}\n\n<|eot_id|>" in text
         assert [text[begin:end] for begin, end in spans] == ["4<|eot_id|>", "A <b>letter</b>.<|eot_id|>"]
-    with pytest.raises(
-        RecipeError, match=r"calls strftime_now with something else than a text, .*; write the format into the call"
-    ):
-        list(
-            ChatSource(inputs=(str(file),), template=ChatTemplate(text="{{ strftime_now(f) }}" + PLAIN)).conversations()
-        )
+    message = r"calls strftime_now with something else than a text, .*; write the format into the call"
+    with pytest.raises(RecipeError, match=message):
+        wrong = ChatTemplate(text="{{ strftime_now(f) }}" + PLAIN)
+        list(ChatSource(inputs=(str(file),), template=wrong).conversations())
 
 
 def test_the_first_word_counts_behind_a_prompt_that_ends_in_a_space():
@@ -228,23 +218,16 @@ def test_forms_of_conversations_and_tools_pass_through():
     asked = {"prompt": [parts, *messages(SAID[1:3])], "completion": messages(SAID[3:]), "system": "S"}
     text, spans = TEMPLATES["chatml"].conversation(*messages_of(asked))
     assert "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ?<|im_end|>" in text
-    assert [text[begin:end] for begin, end in spans] == ["A <b>letter</b>.<|im_end|>"], (
-        "the prompt's answers are no labels"
-    )
+    # the prompt's answers are no labels
+    assert [text[begin:end] for begin, end in spans] == ["A <b>letter</b>.<|im_end|>"]
     assert messages_of({"messages": messages(), "system": "S"})[0][0] == {"role": "system", "content": "S"}
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-    said = [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": "2+2"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-    said += [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4."}]
+    said = [*messages([("system", "S"), ("user", "2+2")]), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    said += messages([("tool", "4"), ("assistant", "It is 4.")])
     text, spans = TEMPLATES["chatml"].conversation(*messages_of({"messages": said, "tools": [{"name": "add"}]}))
     assert '<tools>\n{"name": "add"}\n</tools>' in text and "<|im_start|>tool\n4<|im_end|>" in text
-    assert [text[begin:end] for begin, end in spans] == [
-        '\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>',
-        "It is 4.<|im_end|>",
-    ]
+    called = '\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+    assert [text[begin:end] for begin, end in spans] == [called, "It is 4.<|im_end|>"]
     TEMPLATES["chatml"].check("<|im_end|>", None)
     for template, message in (
         (TEMPLATES["llama3"], "no token <|begin_of_text|>"),
@@ -253,13 +236,11 @@ def test_forms_of_conversations_and_tools_pass_through():
         with pytest.raises(RecipeError, match=re.escape(message)):
             template.check("<|endoftext|>", byte_tokenizer().fast.token_to_id)
     outside = ChatTemplate(text="{% for m in messages %}" + BLOCK + "<|endoftext|>{% endfor %}")
-    with pytest.raises(
-        RecipeError, match=r"block of the chat template ends before <\|endoftext\|> .* write the token inside the block"
-    ):
+    message = r"block of the chat template ends before <\|endoftext\|> .* write the token inside the block"
+    with pytest.raises(RecipeError, match=message):
         outside.check("<|endoftext|>", None)
-    ChatTemplate(text=outside.text.replace("{% endgeneration %}", "<|endoftext|>{% endgeneration %}")).check(
-        "<|endoftext|>", None
-    )
+    inside = outside.text.replace("{% endgeneration %}", "<|endoftext|>{% endgeneration %}")
+    ChatTemplate(text=inside).check("<|endoftext|>", None)
     with pytest.raises(RecipeError, match="llama3 has no tool calls"):
         TEMPLATES["llama3"].conversation(said)
     for tools in ([{"name": "add"}], '[{"name": "add"}]'):
@@ -278,9 +259,8 @@ def test_forms_of_conversations_and_tools_pass_through():
 def test_alpacas_records_and_lists_as_texts_of_json_are_conversations():
     want = messages([("user", "Sum up\nA text."), ("assistant", "Text.")])
     assert messages_of({"instruction": "Sum up", "input": "A text.", "output": "Text."}) == (want, None)
-    assert messages_of({"instruction": "Hi", "input": "", "output": "Yo"})[0] == messages(
-        [("user", "Hi"), ("assistant", "Yo")]
-    )
+    want = messages([("user", "Hi"), ("assistant", "Yo")])
+    assert messages_of({"instruction": "Hi", "input": "", "output": "Yo"})[0] == want
     for key in ("messages", "conversations"):
         assert messages_of({key: json.dumps(messages()), "tools": '[{"name": "f"}]'}) == (messages(), [{"name": "f"}])
     calls = [{"name": "f", "arguments": {"x": 1}}]
@@ -313,15 +293,12 @@ def test_what_the_assistant_says_is_written_by_the_template_or_refused(name, tmp
             "<think>2 and 2</think>4<|im_end|>" in texts({"messages": thought}, ChatTemplate(text=THINKS), Reading())[0]
         )
         inside = [*messages(SAID[:1]), {"role": "assistant", "content": "<think>2 and 2</think>4"}]
-        assert "<think>2 and 2</think>4<|im_end|>" in texts({"messages": inside}, TEMPLATES["chatml"], Reading())[0], (
-            "as the error says"
-        )
+        # as the error says
+        assert "<think>2 and 2</think>4<|im_end|>" in texts({"messages": inside}, TEMPLATES["chatml"], Reading())[0]
         uncounted = [*thought[:1], {**thought[1], "weight": 0}, *messages(SAID[2:])]
         assert texts({"messages": uncounted}, TEMPLATES["chatml"], Reading()), "its tokens are not learned"
-    with pytest.raises(
-        RecipeError,
-        match=rf"{name} is beside prompt, where no template reads it; write it into a turn of the assistant",
-    ):
+    message = rf"{name} is beside prompt, where no template reads it; write it into a turn of the assistant"
+    with pytest.raises(RecipeError, match=message):
         texts({"prompt": "Q", "completion": "A", name: "T"}, TEMPLATES["chatml"], Reading())
     reading = Reading(skip=True)
     assert len(texts({"messages": thought}, TEMPLATES["chatml"], reading)) == 1
@@ -412,9 +389,8 @@ def test_best_fit_cuts_no_document_that_fits(tmp_path):
                 found += part[1:]
                 whole += [tuple(part)] if to - at < length else []
         assert sorted(found) == sorted(id_ for message in written for id_ in message[1:])
-        assert not {tuple(message) for message in written if 1 < len(message) <= length} - set(whole), (
-            "a document that fits was cut"
-        )
+        # a document that fits was cut
+        assert not {tuple(message) for message in written if 1 < len(message) <= length} - set(whole)
         assert samples.padding == pytest.approx(float((labels == -100).mean()))
         assert f"{samples.padding:.1%} padding" in str(samples)
     small = write_tokens(tmp_path / "small.bin", [[1] * size + [0] for size in (6, 4, 3, 3)], vocab_size=100, eos_id=0)
@@ -475,9 +451,8 @@ def test_parquet_and_arrow_are_read_by_columns_as_a_stream(tmp_path):
         list(ChatSource(inputs=(str(tmp_path / name),), template=TEMPLATES["chatml"]).conversations())
         for name in ("chat.jsonl", "chat.parquet")
     )
-    assert table == lines and '{"name": "f", "arguments": {"f": 1}}' in lines[1][0], (
-        "a table adds the keys of other rows"
-    )
+    # a table adds the keys of other rows
+    assert table == lines and '{"name": "f", "arguments": {"f": 1}}' in lines[1][0]
     (tmp_path / "saved/dataset_dict.json").write_text("{}")
     (tmp_path / "saved/train").mkdir()
     with pytest.raises(RecipeError, match=r"several splits \(train\); name one of them"):

@@ -46,9 +46,12 @@ def token_file(folder: Path, tokens: int) -> TokenFile:
 
 def counted(steps: list[list[dict[str, torch.Tensor]]]) -> list[int]:
     """Return the labels that count, which in ``token_file`` are their places."""
-    return [
-        int(label) for step in steps for batch in step for label in batch["labels"].flatten() if label != IGNORE_INDEX
-    ]
+    labels = (label for step in steps for batch in step for label in batch["labels"].flatten().tolist())
+    return [label for label in labels if label != IGNORE_INDEX]
+
+
+def documents_of(*inputs: object, **options: Any) -> list[str]:
+    return list(TextSource(inputs=tuple(map(str, inputs)), **options).documents())
 
 
 # tokenizers
@@ -84,9 +87,8 @@ def test_a_text_that_is_tokenized_in_pieces_has_the_ids_of_the_whole(kind: str, 
     if kind == "GPT-4":
         before = need("tokenizers").pre_tokenizers
         words = before.Split(need("tokenizers").Regex(GPT4), behavior="isolated")
-        tokenizer.fast.pre_tokenizer = before.Sequence(
-            [words, before.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
+        as_bytes = before.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.fast.pre_tokenizer = before.Sequence([words, as_bytes])
     if kind == "GPT-NeoX":
         tokenizer.fast.add_tokens([" " * count for count in range(24, 1, -1)])
         tokenizer.vocab_size += 23
@@ -149,11 +151,9 @@ def test_inputs_are_files_globs_and_folders(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "sub/c.py", "picture.png"):
         (tmp_path / name).write_text(name)
     assert [path.name for path in TextSource(inputs=(str(tmp_path),)).files()] == ["a.txt", "b.txt", "c.py"]
-    assert [path.name for path in TextSource(inputs=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt")).files()] == [
-        "a.txt",
-        "b.txt",
-    ]
-    assert list(TextSource(inputs=(f"{tmp_path}/**/*.py",)).documents()) == ["sub/c.py"]
+    files = TextSource(inputs=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt")).files()
+    assert [path.name for path in files] == ["a.txt", "b.txt"]
+    assert documents_of(f"{tmp_path}/**/*.py") == ["sub/c.py"]
     with pytest.raises(RecipeError, match="matches no file"):
         TextSource(inputs=(f"{tmp_path}/*.md",)).files()
 
@@ -161,10 +161,10 @@ def test_inputs_are_files_globs_and_folders(tmp_path: Path) -> None:
 def test_json_lines_give_a_document_a_line(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     file.write_text('{"body": "one"}\n\n{"body": "two\\nlines"}\n')
-    assert list(TextSource(inputs=(str(file),), field="body").documents()) == ["one", "two\nlines"]
+    assert documents_of(file, field="body") == ["one", "two\nlines"]
     file.write_text("{oops\n")
     with pytest.raises(RecipeError, match=r"lines.jsonl:1 is not JSON"):
-        list(TextSource(inputs=(str(file),)).documents())
+        documents_of(file)
 
 
 def test_csv_and_compressed_files_are_read_by_name(tmp_path: Path) -> None:
@@ -174,13 +174,10 @@ def test_csv_and_compressed_files_are_read_by_name(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "packed", "label": 3}\n'))
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"plain"))
     zstd = pytest.importorskip("backports.zstd" if sys.version_info < (3, 14) else "compression.zstd")
-    (tmp_path / "e.jsonl.zst").write_bytes(
-        zstd.compress(b'{"text": "first", "label": 3}\n') + zstd.compress(b'{"text": "frames", "label": 4}\n')
-    )
+    frames = (b'{"text": "first", "label": 3}\n', b'{"text": "frames", "label": 4}\n')
+    (tmp_path / "e.jsonl.zst").write_bytes(b"".join(map(zstd.compress, frames)))
     texts = ["two\nlines", 'said "yes"', "long " * 40_000]
-    assert list(TextSource(inputs=(str(tmp_path),)).documents()) == [
-        *texts, *texts, "packed", "plain", "first", "frames",
-    ]  # fmt: skip
+    assert documents_of(tmp_path) == [*texts, *texts, "packed", "plain", "first", "frames"]
     found = list(RecordSource(inputs=(str(tmp_path / "*[vl].gz"),), kind="labels", output_field="label").records())
     assert [label for _, label in found] == ["1", "0", "1", "3"]
 
@@ -189,7 +186,7 @@ def test_damaged_and_unknown_tables_are_named(tmp_path: Path) -> None:
     def message_of(name: str, content: bytes) -> str:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(RecipeError) as caught:
-            list(TextSource(inputs=(str(tmp_path / name),)).documents())
+            documents_of(tmp_path / name)
         return str(caught.value)
 
     packed = gzip.compress(b"text\n" + random.Random(0).randbytes(4000).hex().encode() + b"\n")
@@ -202,13 +199,13 @@ def test_damaged_and_unknown_tables_are_named(tmp_path: Path) -> None:
     assert "i.jsonl:2 is nested too deeply" in message_of("i.jsonl", b'{"text": "\\ud83d\\ude00"}\n' + b"[" * 100_000)
     for name, content in (("j.jsonl", '{"text": "x"}'), ("k.txt", "x")):
         (tmp_path / name).write_text("\ufeff" + content)
-        assert list(TextSource(inputs=(str(tmp_path / name),)).documents()) == ["x"], "a mark of byte order is no text"
+        assert documents_of(tmp_path / name) == ["x"], "a mark of byte order is no text"
     assert "g.csv:2 is not CSV" in message_of("g.csv", b'text\n"one" two\n')
 
 
 def test_a_separator_divides_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n---\ntwo\n---\n\n")
-    assert list(TextSource(inputs=(str(tmp_path / "a.txt"),), separator="---\n").documents()) == ["one\n", "two\n"]
+    assert documents_of(tmp_path / "a.txt", separator="---\n") == ["one\n", "two\n"]
 
 
 def test_stdlib_is_python_source_of_ten_megabytes() -> None:
@@ -221,9 +218,7 @@ def test_stdlib_is_python_source_of_ten_megabytes() -> None:
 # token files
 
 
-def test_tokens_are_prepared_once_and_anew_when_the_text_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_prepared_once_and_anew_when_the_text_changes(tmp_path, monkeypatch) -> None:
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "b.txt").write_text("world!")
     source = TextSource(inputs=(str(tmp_path / "*.txt"),))
@@ -239,9 +234,7 @@ def test_tokens_are_prepared_once_and_anew_when_the_text_changes(
     assert list(again.ids())[-3:] == [*b"ds", 256]
 
 
-def test_a_long_document_is_tokenized_in_pieces_to_the_same_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_document_is_tokenized_in_pieces_to_the_same_ids(tmp_path, monkeypatch) -> None:
     (tmp_path / "a.txt").write_text(SAMPLE * 30 + "\n\n   \nx = 1\n" * 9 + SAMPLE)
     source = TextSource(inputs=(str(tmp_path / "a.txt"),))
     tokenizer = train_bpe([SAMPLE * 30], 280)
@@ -253,9 +246,8 @@ def test_a_long_document_is_tokenized_in_pieces_to_the_same_ids(
 def test_the_split_is_by_document_and_seed(tmp_path: Path) -> None:
     documents = [[i + 1] * (i % 5 + 1) + [0] for i in range(50)]
     whole = write_tokens(tmp_path / "all.bin", documents, vocab_size=100, eos_id=0)
-    one, same, other = (
-        split_tokens(whole, tmp_path / name, fraction=0.2, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
-    )
+    seeds = {"a": 1, "b": 1, "c": 2}
+    one, same, other = (split_tokens(whole, tmp_path / name, fraction=0.2, seed=seeds[name]) for name in seeds)
     assert one.validation is not None and same.validation is not None and other.validation is not None
     assert one.validation.documents == 10 and one.train.documents == 40
     assert one.validation.fingerprint == same.validation.fingerprint != other.validation.fingerprint
@@ -304,9 +296,8 @@ def _build_slowly(folder: str, log: str) -> None:
 
 def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    workers = [
-        context.Process(target=_build_slowly, args=(str(tmp_path / "made"), str(tmp_path / "log"))) for _ in range(6)
-    ]
+    paths = (str(tmp_path / "made"), str(tmp_path / "log"))
+    workers = [context.Process(target=_build_slowly, args=paths) for _ in range(6)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -337,9 +328,7 @@ def test_what_a_dead_process_left_is_deleted_by_the_next_build(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == ["three", "two.tmp-not-ours"]
 
 
-def test_who_waits_for_a_build_says_for_whom_and_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_who_waits_for_a_build_says_for_whom_and_not_for_ever(tmp_path, monkeypatch, capfd) -> None:
     context = multiprocessing.get_context("fork")
     begins = context.Event()
 
@@ -396,9 +385,8 @@ def test_a_full_disk_is_told_with_the_remedy_and_leaves_nothing(tmp_path: Path) 
         with Path("/dev/full").open("w") as file:
             file.write("x" * 100_000)
 
-    with pytest.raises(
-        RecipeError, match=r"cannot write to .* MB free\): OSError: .*No space left.*free some space.*data\.cache"
-    ):
+    message = r"cannot write to .* MB free\): OSError: .*No space left.*free some space.*data\.cache"
+    with pytest.raises(RecipeError, match=message):
         build_once(tmp_path / "made", build)
     with pytest.raises(RecipeError, match=r"FileExistsError.*another folder"):
         build_once(tmp_path / "made.lock" / "inside", build)
@@ -453,15 +441,12 @@ def test_an_epoch_is_whole_on_every_mesh_and_across_changes_of_mesh(tmp_path: Pa
             data_size, micro_batch, accumulate = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 3)
             stop, positions = chance.randint(1, 6), []
             for rank in range(data_size):
-                batches = Batches(
-                    samples, micro_batch=micro_batch, accumulate=accumulate, data_rank=rank, data_size=data_size, seed=5
-                )
+                place = {"data_rank": rank, "data_size": data_size}
+                batches = Batches(samples, micro_batch=micro_batch, accumulate=accumulate, seed=5, **place)
                 if position is not None:
                     batches.load_state_dict(position)
                 steps = list(itertools.islice(batches.one_epoch(), stop))
-                assert all(
-                    len(step) == accumulate and step[0]["labels"].shape == (micro_batch, length) for step in steps
-                )
+                assert {(len(step), *step[0]["labels"].shape) for step in steps} <= {(accumulate, micro_batch, length)}
                 seen += counted(steps)
                 positions.append(batches.state_dict())
             assert all(place == positions[0] for place in positions)
@@ -474,10 +459,8 @@ def test_a_global_batch_does_not_depend_on_the_mesh(tmp_path: Path) -> None:
     samples = PackedTokens(token_file(tmp_path, 500), 5)
 
     def rows(data_size: int, micro_batch: int, accumulate: int) -> list[list[int]]:
-        ranks = [
-            Batches(samples, micro_batch=micro_batch, accumulate=accumulate, data_rank=rank, data_size=data_size)
-            for rank in range(data_size)
-        ]
+        sizes = {"micro_batch": micro_batch, "accumulate": accumulate, "data_size": data_size}
+        ranks = [Batches(samples, data_rank=rank, **sizes) for rank in range(data_size)]
         return [sorted(counted(list(together))) for together in zip(*(b.one_epoch() for b in ranks))]
 
     assert rows(1, 12, 1) == rows(4, 3, 1) == rows(2, 2, 3) == rows(1, 1, 12)
@@ -489,9 +472,8 @@ def test_a_growing_batch_has_the_same_samples_on_any_ranks_after_a_resume(tmp_pa
     samples, grow = PackedTokens(token_file(tmp_path, 50 * 4 + 1), 4), {12: 8, 40: 16}
 
     def steps(size: int, state: Any, most: int) -> tuple[list[list[int]], Any]:
-        ranks = [
-            Batches(samples, micro_batch=4 // size, data_rank=rank, data_size=size, grow=grow) for rank in range(size)
-        ]
+        sizes: dict[str, Any] = {"micro_batch": 4 // size, "data_size": size, "grow": grow}
+        ranks = [Batches(samples, data_rank=rank, **sizes) for rank in range(size)]
         for one in ranks:
             one.load_state_dict(state or one.state_dict())
         assert ranks[0].steps_until(2) == 12 - (stops if state else 0)
@@ -553,12 +535,10 @@ PEOPLE = [{"text": f"line {place}", "id": place, "url": "x"} for place in range(
 
 def test_rows_that_cannot_be_used_are_skipped_and_counted_only_if_told_and_unused_fields_are_named(tmp_path, caplog):
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in PEOPLE) + '{"text": null}\n{"text": "cut\n"just text"\n'
-    )
-    (tmp_path / "a.csv").write_text(
-        "text,id,url\n" + "".join(f"line {place},{place},x\n" for place in range(40)) + "short\n"
-    )
+    rows = "".join(json.dumps(row) + "\n" for row in PEOPLE)
+    (tmp_path / "a.jsonl").write_text(rows + '{"text": null}\n{"text": "cut\n"just text"\n')
+    rows = "".join(f"line {place},{place},x\n" for place in range(40))
+    (tmp_path / "a.csv").write_text(f"text,id,url\n{rows}short\n")
     parquet.write_table(arrow.Table.from_pylist([*PEOPLE, {"text": None, "id": 1, "url": "x"}]), tmp_path / "a.parquet")
     for name, skipped in (("a.jsonl", 3), ("a.csv", 1), ("a.parquet", 1)):
         source = TextSource(inputs=(str(tmp_path / name),))
@@ -571,37 +551,25 @@ def test_rows_that_cannot_be_used_are_skipped_and_counted_only_if_told_and_unuse
             file = prepare_tokens(skipping, byte_tokenizer(), tmp_path / "cache").train
             assert file.documents == 40
             unused, counted = (record.getMessage() for record in caplog.records)
-            assert unused.startswith(
-                "nothing reads these fields of the data, so they are not trained on: id, url (first in "
-                f"{tmp_path / name}"
-            )
-            assert counted.startswith(
-                f"skipped {skipped} of {40 + skipped} rows of the data (data.bad_rows=skip); the first: "
-                f"{tmp_path / name}:4"
-            )
-    pairs = RecordSource(
-        inputs=(str(tmp_path / "a.jsonl"),), kind="pairs", output_field="url", reading=Reading(skip=True)
-    )
+            fields = "nothing reads these fields of the data, so they are not trained on: id, url (first in"
+            assert unused.startswith(f"{fields} {tmp_path / name}")
+            skips = f"skipped {skipped} of {40 + skipped} rows of the data (data.bad_rows=skip); the first:"
+            assert counted.startswith(f"{skips} {tmp_path / name}:4")
+    lines = (str(tmp_path / "a.jsonl"),)
+    pairs = RecordSource(inputs=lines, kind="pairs", output_field="url", reading=Reading(skip=True))
     caplog.clear()
     assert prepare_examples(pairs, byte_tokenizer(), tmp_path / "cache").train.count == 40
-    assert [record.getMessage().partition(" (")[0].rpartition(": ")[2] for record in caplog.records] == [
-        "id",
-        "skipped 3 of 43 rows of the data",
-    ]
-    with pytest.raises(
-        RecipeError,
-        match=r"has 0 tokens; expected at least 2: give more text; skipped 43 of 43 rows .*has no text under 'body'",
-    ):
-        prepare_tokens(
-            TextSource(inputs=pairs.inputs, field="body", reading=Reading(skip=True)),
-            byte_tokenizer(),
-            tmp_path / "cache",
-        )
+    heard = [record.getMessage().partition(" (")[0].rpartition(": ")[2] for record in caplog.records]
+    assert heard == ["id", "skipped 3 of 43 rows of the data"]
+    message = r"has 0 tokens; expected at least 2: give more text; skipped 43 of 43 rows .*has no text under 'body'"
+    with pytest.raises(RecipeError, match=message):
+        bodies = TextSource(inputs=lines, field="body", reading=Reading(skip=True))
+        prepare_tokens(bodies, byte_tokenizer(), tmp_path / "cache")
 
 
 def test_files_that_begin_with_a_byte_order_mark_may_be_joined(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n\xef\xbb\xbf{"text": "c"}\n')
-    assert list(TextSource(inputs=(str(tmp_path / "a.jsonl"),)).documents()) == ["a", "b", "c"]
+    assert documents_of(tmp_path / "a.jsonl") == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
@@ -609,21 +577,15 @@ def test_files_that_begin_with_a_byte_order_mark_may_be_joined(tmp_path):
 def test_a_json_array_is_refused_with_the_command_that_converts_it(tmp_path, name, indent):
     rows = [{"text": "é 'a'\n"}, {"text": "b"}]
     (tmp_path / name).write_text("\ufeff" + json.dumps(rows, indent=indent), encoding="utf-8")
-    for source in (
-        TextSource(inputs=(str(tmp_path / name),), suffixes=(".jsonl",), reading=Reading(skip=True)),
-        TextSource(inputs=(str(tmp_path),), suffixes=(".jsonl",)),
-    ):
-        with pytest.raises(
-            RecipeError, match="it is one JSON array: write one object a line with: python -c"
-        ) as raised:
-            list(source.documents())
-    subprocess.run(
-        str(raised.value).partition("with: ")[2].replace("python", sys.executable, 1), shell=True, check=True
-    )
+    for path, reading in ((tmp_path / name, Reading(skip=True)), (tmp_path, Reading())):
+        message = "it is one JSON array: write one object a line with: python -c"
+        with pytest.raises(RecipeError, match=message) as raised:
+            documents_of(path, suffixes=(".jsonl",), reading=reading)
+    command = str(raised.value).partition("with: ")[2].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True)
     made = next(path for path in tmp_path.glob("*.jsonl") if path.name != name)
-    assert list(TextSource(inputs=(str(made),)).documents()) == [row["text"] for row in rows]
+    assert documents_of(made) == [row["text"] for row in rows]
     (tmp_path / "lines.json").write_text('{"text": "a"}\n')
-    with pytest.raises(
-        RecipeError, match=r"lines.json does not end in .jsonl; if it has one object a line, rename it to lines.jsonl"
-    ):
+    message = r"lines.json does not end in .jsonl; if it has one object a line, rename it to lines.jsonl"
+    with pytest.raises(RecipeError, match=message):
         TextSource(inputs=(str(tmp_path / "lines.json"),), suffixes=(".jsonl",)).files()

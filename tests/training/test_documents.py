@@ -59,9 +59,8 @@ def loss_and_gradients(model, batches):
     for batch in batches:
         loss = CausalLM().loss(model, batch)[0]
         loss.backward()
-    return sum(CausalLM().loss(model, batch)[0].item() for batch in batches), [
-        parameter.grad for parameter in model.parameters()
-    ]
+    total = sum(CausalLM().loss(model, batch)[0].item() for batch in batches)
+    return total, [parameter.grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,9 +81,8 @@ def test_a_packed_row_has_the_loss_and_gradients_of_its_documents(name, tmp_path
     other = {**row, "labels": row["labels"].clone(), "input_ids": row["input_ids"].clone()}
     row["labels"][:, :10] = other["labels"][:, :10] = -100
     other["input_ids"][:, :8] = (other["input_ids"][:, :8] + 1) % END
-    assert CausalLM().loss(model, row)[0].equal(CausalLM().loss(model, other)[0]), (
-        "a document changed the loss of another one"
-    )
+    # a document changed the loss of another one
+    assert CausalLM().loss(model, row)[0].equal(CausalLM().loss(model, other)[0])
     joined = (
         {key: value for key, value in row.items() if key != "position_ids"},
         {k: v for k, v in other.items() if k != "position_ids"},
@@ -102,9 +100,8 @@ def test_documents_are_counted_in_the_ids(tmp_path):
     assert other.fingerprint != counted.fingerprint
     assert other.fingerprint_of("joined") == counted.fingerprint_of("joined")
     (tmp_path / "a.txt").write_text("one story")
-    assert not PackedTokens(
-        prepare_tokens(TextSource(inputs=(str(tmp_path / "a.txt"),)), byte_tokenizer(), tmp_path).train, 64
-    ).separates
+    source = TextSource(inputs=(str(tmp_path / "a.txt"),))
+    assert not PackedTokens(prepare_tokens(source, byte_tokenizer(), tmp_path).train, 64).separates
 
 
 def test_every_token_but_the_first_of_a_document_is_a_label_once(tmp_path):
@@ -207,9 +204,8 @@ def test_a_trainer_tries_its_model_and_its_teacher(tmp_path):
     other["input_ids"][:, :8] = (row["input_ids"][:, :8] + 1) % END
     row["labels"][:, :9] = other["labels"][:, :9] = -100
     model.eval()
-    assert objective.loss(model, row)[0].equal(objective.loss(model, other)[0]), (
-        "a teacher or a student saw another document"
-    )
+    # a teacher or a student saw another document
+    assert objective.loss(model, row)[0].equal(objective.loss(model, other)[0])
 
 
 @pytest.mark.parametrize(

@@ -60,19 +60,14 @@ def test_a_label_may_be_a_number_and_nothing_else(tmp_path: Path) -> None:
     labelled = RecordSource(inputs=(lines(tmp_path, [{"text": "x", "label": 3}]),), kind="labels", output_field="label")
     assert list(labelled.records()) == [("x", "3")]
     with pytest.raises(RecipeError, match=r"has no label under 'label'.*data\.label_field"):
-        list(
-            RecordSource(
-                inputs=(lines(tmp_path, [{"text": "x", "label": 0.5}]),), kind="labels", output_field="label"
-            ).records()
-        )
+        half = lines(tmp_path, [{"text": "x", "label": 0.5}])
+        list(RecordSource(inputs=(half,), kind="labels", output_field="label").records())
     (tmp_path / "bad.jsonl").write_text("{")
     with pytest.raises(RecipeError, match=r"bad.jsonl:1 is not JSON"):
         list(RecordSource(inputs=(str(tmp_path / "bad.jsonl"),), kind="pairs").records())
 
 
-def test_functions_of_the_standard_library_lose_their_docstrings(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_functions_of_the_standard_library_lose_their_docstrings(monkeypatch, tmp_path) -> None:
     path = tmp_path / "module.py"
     path.write_text(
         "class A:\n    def put(self, item):\n        '''Put an item\n        into the queue.  More.\n\n        "
@@ -101,10 +96,8 @@ def test_lines_tell_their_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (tmp_path / "small.py").write_text("other = compute_another(2)\nshared = the_same_line_here()\nx = 1\n")
     monkeypatch.setattr(examples_module, "standard_library", lambda: [tmp_path / "big" / "a.py", tmp_path / "small.py"])
     monkeypatch.setattr(examples_module, "standard_library_root", lambda: tmp_path)
-    assert list(examples_module.lines_of_modules()) == [
-        ("value = compute_the_value(1)", "big"),
-        ("other = compute_another(2)", "small"),
-    ]
+    found = [("value = compute_the_value(1)", "big"), ("other = compute_another(2)", "small")]
+    assert list(examples_module.lines_of_modules()) == found
 
 
 def test_examples_are_prepared_once_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,15 +164,11 @@ def test_the_balance_loss_is_switch_s_and_the_bias_deepseek_s():
         assert torch.equal(mixture.bias, before)
         assert reported["experts/dropped"] == 0.0
         assert 0.9 < reported["experts/entropy"] <= 1.0
-        assert (
-            float(reported["experts/most"]) <= 21.0
-        )  # a token chooses an expert once, and the evaluation is not counted
-        mixture.experts(
-            torch.randn(4, 32), torch.zeros(4, 2, dtype=torch.int64), torch.tensor([[1.0, 0.0]]).expand(4, 2)
-        )
-        mixture.experts.train()(
-            torch.randn(4, 32), torch.zeros(4, 2, dtype=torch.int64), torch.tensor([[1.0, 0.0]]).expand(4, 2)
-        )
+        # a token chooses an expert once, and the evaluation is not counted
+        assert float(reported["experts/most"]) <= 21.0
+        ids, weights = torch.zeros(4, 2, dtype=torch.int64), torch.tensor([[1.0, 0.0]]).expand(4, 2)
+        mixture.experts(torch.randn(4, 32), ids, weights)
+        mixture.experts.train()(torch.randn(4, 32), ids, weights)
         load.step(moved=False)
         assert load.take()["experts/dropped"] == 0.5
 
@@ -208,7 +204,6 @@ def test_balance_that_a_model_does_not_have_is_refused():
         without_shared, balance_rate=0.1
     )
     assert "names 0 routers for 0 layers" in problem(transformer, balance_loss=0.1)
-    with pytest.raises(
-        PlanError, match=r"own tokens to its loss \(config.output_router_logits\).*training.balance_loss"
-    ):
+    message = r"own tokens to its loss \(config.output_router_logits\).*training.balance_loss"
+    with pytest.raises(PlanError, match=message):
         Plan("dp_shard=2", [FullyShard()]).apply(qwen(output_router_logits=True))

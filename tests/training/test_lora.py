@@ -230,9 +230,8 @@ def test_adapters_on_divided_experts_train_as_in_one_process_and_are_merged_as_p
     with pytest.raises(MeshparError, match=r"balance_rate=0.1 changes biases of frozen experts"):
         ExpertLoad(par, balance_rate=0.1)
     saved_and_exported(par, qwen3_moe, ON_EXPERTS, "fsdp-tp", folder)
-    on_experts = peft.get_peft_model(
-        qwen3_moe(), peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])
-    ).base_model.model
+    theirs = peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])
+    on_experts = peft.get_peft_model(qwen3_moe(), theirs).base_model.model
     with pytest.raises(MeshparError, match=r"experts.base_layer is below peft's own adapters.*LoRA\(parameters="):
         Plan(*PLANS["experts"]).check(on_experts)
     if dist.get_rank() == 0:
@@ -253,10 +252,8 @@ def compare_exports(folder: Path, trained: dict[str, torch.Tensor], settings: Lo
     want = theirs.merge_and_unload()
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         export_adapters(folder / "checkpoints", folder / "adapters", settings, folder / "base")
-    weights, config = (
-        merge_adapters(folder / "checkpoints", settings, folder / "base"),
-        json.loads((folder / "base" / "config.json").read_text()),
-    )
+    weights = merge_adapters(folder / "checkpoints", settings, folder / "base")
+    config = json.loads((folder / "base" / "config.json").read_text())
     export_safetensors(weights, folder / "merged", max_shard_size=20_000, config=config)
     assert len(list((folder / "merged").glob("*.safetensors"))) > 1
     ours = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
@@ -291,9 +288,8 @@ def test_adapters_on_experts_that_are_stored_transposed_compute_as_pefts_own() -
     theirs = copy.deepcopy(model)
     settings = LoRA(targets=(), parameters=("experts.gate_up_proj", "experts.down_proj"), rank=2)
     add_adapters(model, settings)
-    peft.inject_adapter_in_model(
-        peft.LoraConfig(r=2, lora_alpha=16, target_modules=[], target_parameters=list(settings.parameters)), theirs
-    )
+    config = peft.LoraConfig(r=2, lora_alpha=16, target_modules=[], target_parameters=list(settings.parameters))
+    peft.inject_adapter_in_model(config, theirs)
     values = {
         name: torch.randn_like(parameter) if ".lora_" in name else parameter.detach()
         for name, parameter in model.named_parameters()
@@ -311,9 +307,8 @@ def test_a_layout_with_adapters_can_be_sent_to_a_forecasts_process() -> None:
     with torch.device("meta"):
         model = qwen3()
     model, layout = pickle.loads(pickle.dumps((model, add_adapters(model, SETTINGS))))
-    layer = next(
-        child for name, child in model.to_empty(device="cpu").named_modules() if name.endswith("q_proj.lora_B.default")
-    )
+    modules = model.to_empty(device="cpu").named_modules()
+    layer = next(child for name, child in modules if name.endswith("q_proj.lora_B.default"))
     layout.init(layer)
     assert not layer.weight.any(), "its modules are those of the model that was sent with it"
 
@@ -360,9 +355,7 @@ def test_what_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         add_adapters(model, LoRA())
 
 
-def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(tmp_path, capfd) -> None:
     from meshpar.launchers.commands.train import launch as train
     from meshpar.launchers.export import export_run
     from meshpar.launchers.recipes.loading import load_recipe
@@ -401,7 +394,6 @@ def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(
 
 
 def test_adapters_on_an_embedding_are_refused() -> None:
-    with pytest.raises(
-        RecipeError, match=r"lora.targets name model.embed_tokens, a Embedding; adapters require linear layers"
-    ):
+    message = r"lora.targets name model.embed_tokens, a Embedding; adapters require linear layers"
+    with pytest.raises(RecipeError, match=message):
         add_adapters(qwen3(), LoRA(targets=("embed_tokens",)))

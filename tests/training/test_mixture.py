@@ -72,11 +72,8 @@ def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path, cases):
         seen, position = [], None
         while len(seen) < total:
             ranks, micro, accumulate, stop = (
-                chance.randint(1, 4),
-                chance.randint(1, 3),
-                chance.randint(1, 2),
-                chance.randint(1, 5),
-            )
+                chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 2), chance.randint(1, 5),
+            )  # fmt: skip
             steps, positions = [], []
             for rank in range(ranks):
                 batches = Batches(
@@ -84,9 +81,8 @@ def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path, cases):
                 )
                 if position is not None:
                     batches.load_state_dict(position)
-                steps.append(
-                    [[rows([micro], samples) for micro in step] for step in itertools.islice(batches.one_epoch(), stop)]
-                )
+                taken = itertools.islice(batches.one_epoch(), stop)
+                steps.append([[rows([micro], samples) for micro in step] for step in taken])
                 positions.append(json.loads(json.dumps(batches.state_dict())))
             assert all(place == positions[0] for place in positions)
             position = positions[0]
@@ -111,9 +107,8 @@ def test_wrong_mixes_are_refused(tmp_path):
             MixedSamples({"one": one, "two": two}, [1.0, weight], [None, None])
     for more in ({"eos_id": 7}, {"vocab_size": 61_000}):
         other = PackedTokens(dataclasses.replace(two.tokens, **more), LENGTH)
-        with pytest.raises(
-            RecipeError, match=r"different tokenizers: one has vocab_size 65536 and eos_id 60000, two has .*with one"
-        ):
+        message = r"different tokenizers: one has vocab_size 65536 and eos_id 60000, two has .*with one"
+        with pytest.raises(RecipeError, match=message):
             MixedSamples({"one": one, "two": other}, [1, 1], [None, None])
     with pytest.raises(RecipeError, match="expected one length"):
         MixedSamples({"one": one, "two": PackedTokens(two.tokens, 8)}, [1, 1], [None, None])
@@ -168,9 +163,8 @@ def test_the_loss_of_each_source_is_reported(mesh, split, chunk, tmp_path):
     trainer.run()
     found = [json.loads(line) for line in (tmp_path / f"{torch.distributed.get_rank()}.jsonl").read_text().splitlines()]
     first, last = found[0], found[-1]
-    assert first["train/loss"] == pytest.approx(
-        0.25 * first["train/loss/low"] + 0.75 * first["train/loss/wide"], rel=1e-5
-    )
+    expected = 0.25 * first["train/loss/low"] + 0.75 * first["train/loss/wide"]
+    assert first["train/loss"] == pytest.approx(expected, rel=1e-5)
     assert last["val/loss"] == pytest.approx((last["val/loss/low"] + last["val/loss/wide"]) / 2, rel=1e-5)
     for name, part in parts.items():
         whole = part.__getitems__(range(len(part)))

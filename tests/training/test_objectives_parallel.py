@@ -160,9 +160,8 @@ def test_a_teacher_that_would_mix_batches_is_refused() -> None:
 
 def test_a_teacher_that_is_not_frozen_is_refused() -> None:
     model = huggingface("Qwen3")
-    with pytest.raises(
-        MeshparError, match=r"teacher is not frozen: model\.embed_tokens\.weight requires a gradient; call freeze"
-    ):
+    message = r"teacher is not frozen: model\.embed_tokens\.weight requires a gradient; call freeze"
+    with pytest.raises(MeshparError, match=message):
         Distillation(teacher=model)
     with pytest.raises(MeshparError, match="it is in training mode"):
         Distillation(teacher=freeze(model).train())

@@ -106,9 +106,7 @@ def test_the_commit_of_a_folder_runs_nothing_that_its_settings_of_git_name(tmp_p
     assert commit_of(tmp_path / "absent") is None
 
 
-def test_a_tracker_that_is_down_gets_the_rest_later_and_there_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_is_down_gets_the_rest_later_and_there_is_one_warning(tmp_path, caplog) -> None:
     Board.fails.set()
     board = Trackers(tmp_path, {f"{HERE}.Board": {}})
     report(board, *range(1, 6))
@@ -126,9 +124,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_a_tracker_that_is_replaced_is_closed_and_each_outage_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_is_replaced_is_closed_and_each_outage_is_told_once(tmp_path, caplog) -> None:
     board = Trackers(tmp_path, {f"{HERE}.Board": {}})
     for outage in (1, 2):
         Board.fails.set()
@@ -142,9 +138,7 @@ def test_a_tracker_that_is_replaced_is_closed_and_each_outage_is_told_once(
     assert len(warnings_of(caplog)) == 2
 
 
-def test_a_tracker_that_cannot_be_closed_is_left(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_cannot_be_closed_is_left(tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(tracking, "_CLOSE_S", 0.05)
     board = Trackers(tmp_path, {f"{HERE}.Board": {}})
     until(lambda: Board.runs)
@@ -156,9 +150,7 @@ def test_a_tracker_that_cannot_be_closed_is_left(
     board.close()
 
 
-def test_a_record_that_is_refused_is_set_aside_by_name_and_others_arrive(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_record_that_is_refused_is_set_aside_by_name_and_others_arrive(tmp_path, caplog) -> None:
     Board.refused = {3, 4}
     board = Trackers(tmp_path, {f"{HERE}.Board": {}})
     report(board, *range(1, 9))
@@ -184,9 +176,7 @@ def test_no_record_is_set_aside_while_the_service_is_down(tmp_path: Path, monkey
     assert not list((tmp_path / "trackers").glob("*.refused.jsonl"))
 
 
-def test_a_tracker_that_raises_system_exit_is_told_and_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_raises_system_exit_is_told_and_made_again(tmp_path, caplog) -> None:
     Board.error = SystemExit(3)
     Board.fails.set()
     board = Trackers(tmp_path, {f"{HERE}.Board": {}})
@@ -210,9 +200,7 @@ def test_a_marker_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypa
     assert renamed and all(renamed)
 
 
-def test_a_tracker_that_hangs_slows_no_step_and_the_next_start_sends_the_rest(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_hangs_slows_no_step_and_the_next_start_sends_the_rest(tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
     board = Trackers(tmp_path, {f"{HERE}.Board": {}})
     report(board, 1)
@@ -336,9 +324,7 @@ def test_wandb_offline_has_records_config_and_one_run(tmp_path: Path, monkeypatc
     assert b"train/loss" in written and b"recipe" in written
 
 
-def test_wandb_without_a_key_warns_once_and_keeps_the_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wandb_without_a_key_warns_once_and_keeps_the_records(tmp_path, monkeypatch, caplog) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -351,9 +337,7 @@ def test_wandb_without_a_key_warns_once_and_keeps_the_records(
     assert json.loads((tmp_path / "trackers" / "wandb.json").read_text())["sent"] == 0
 
 
-def test_trackio_has_records_config_and_one_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trackio_has_records_config_and_one_run(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which is read at the import
     trackio = pytest.importorskip("trackio")
     monkeypatch.setattr(tracking, "PATIENCE_S", 120.0)
@@ -379,9 +363,7 @@ def test_trackio_has_records_config_and_one_run(
 
 
 @pytest.mark.nightly
-def test_mlflows_server_gets_later_what_came_while_it_was_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mlflows_server_gets_later_what_came_while_it_was_down(tmp_path, monkeypatch, caplog) -> None:
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("flask")  # mlflow-skinny has no server
     monkeypatch.setattr(tracking, "PATIENCE_S", 120.0)

@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 
 from meshpar import FullyShard, MeshparError, Parallelized, PipelineParallel, Plan, RecipeError, TensorParallel
 from meshpar.models import Transformer, TransformerConfig
@@ -39,12 +41,12 @@ from tests.support.tiers import daily
 VOCAB = 64
 
 
+CONFIG = TransformerConfig(vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32)
+
+
 def parallel(mesh: str = "", passes: list[Any] | None = None, dropout: float = 0.0) -> Parallelized:
-    config = TransformerConfig(
-        vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32, dropout=dropout
-    )
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(replace(CONFIG, dropout=dropout))
     return Plan(mesh, passes or []).apply(model, device_type="cpu").materialize(seed=0)
 
 
@@ -52,9 +54,8 @@ def packed(folder: Path, tokens: int = 330, length: int = 8) -> PackedTokens:
     """Return tokens that follow a rule: after i comes i + 1 or i + 2, in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = np.cumsum(np.arange(tokens) % 2 + 1) % (VOCAB - 1)
-    return PackedTokens(
-        write_tokens(folder / f"rank{dist.get_rank()}.bin", [ids], vocab_size=VOCAB, eos_id=VOCAB - 1), length
-    )
+    file = write_tokens(folder / f"rank{dist.get_rank()}.bin", [ids], vocab_size=VOCAB, eos_id=VOCAB - 1)
+    return PackedTokens(file, length)
 
 
 class Kept:
@@ -95,14 +96,10 @@ class Records:
 def trainer(
     par: Parallelized, samples: PackedTokens, *, steps: int | None = 6, micro: int = 2, accumulate: int = 2, **more: Any
 ) -> Trainer:
-    data = Batches(
-        samples, micro_batch=micro, accumulate=accumulate, data_rank=par.data_rank, data_size=par.data_size, seed=3
-    )
-    parts = {
-        name: more.pop(name)
-        for name in ("validation", "checkpointer", "reporters", "scaler", "objective", "schedule", "evaluations")
-        if name in more
-    }
+    place = {"data_rank": par.data_rank, "data_size": par.data_size}
+    data = Batches(samples, micro_batch=micro, accumulate=accumulate, seed=3, **place)
+    names = ("validation", "checkpointer", "reporters", "scaler", "objective", "schedule", "evaluations")
+    parts = {name: more.pop(name) for name in names if name in more}
     settings = TrainSettings(**{"steps": steps, "log_every": 1, "seed": 11} | more)
     optimizer = build_adamw(par.module, AdamWSettings(eps=1e-3))
     usual = Schedule(name="cosine", lr=1e-2, steps=6, warmup_steps=2, min_ratio=0.2)
@@ -149,9 +146,8 @@ def test_a_run_of_wsd_decays_from_any_of_its_checkpoints() -> None:
 
 def test_a_schedule_sets_every_group_also_a_tensor_rate() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.AdamW(
-        [{"params": parameters[:1]}, {"params": parameters[1:], "lr": torch.tensor(5.0)}], foreach=False
-    )
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": torch.tensor(5.0)}]
+    optimizer = torch.optim.AdamW(groups, foreach=False)
     assert Schedule(name="linear", lr=1.0, steps=2).apply(optimizer, 1) == 0.5
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
 
@@ -177,10 +173,9 @@ def test_rates_scale_with_the_data_ranks() -> None:
 def test_norms_and_biases_do_not_decay(one_process: None) -> None:
     par = parallel()
     optimizer = build_adamw(par.module, AdamWSettings(weight_decay=0.3, fused=None))
-    assert {
-        (part["weight_decay"], parameter.ndim >= 2) for part in optimizer.param_groups for parameter in part["params"]
-    } == {(0.3, True), (0.0, False)}
-    assert sum(len(part["params"]) for part in optimizer.param_groups) == len(list(par.module.parameters()))
+    groups = [(part["weight_decay"], parameter) for part in optimizer.param_groups for parameter in part["params"]]
+    assert {(decay, parameter.ndim >= 2) for decay, parameter in groups} == {(0.3, True), (0.0, False)}
+    assert len(groups) == len(list(par.module.parameters()))
     assert optimizer.defaults["fused"]
     for parameter in par.module.parameters():
         parameter.requires_grad_(False)
@@ -190,7 +185,7 @@ def test_norms_and_biases_do_not_decay(one_process: None) -> None:
 
 @on_ranks(2)
 def test_fused_adamw_takes_split_and_whole_parameters_together() -> None:
-    par, alone = parallel("tp=2", [TensorParallel()]), parallel_alone()
+    par, alone = parallel("tp=2", [TensorParallel()]), as_one_process(parallel("tp=2", [TensorParallel()]))
     assert {type(parameter.data) for parameter in par.module.parameters()} == {DTensor}
     for network in (par.module, alone):
         optimizer = build_adamw(network, AdamWSettings(fused=True))
@@ -201,12 +196,9 @@ def test_fused_adamw_takes_split_and_whole_parameters_together() -> None:
         torch.testing.assert_close(whole(par.module.get_parameter(name)), parameter.detach())
 
 
-def parallel_alone() -> torch.nn.Module:
-    """Return the same model with the same weights, on this rank alone."""
-    model = Transformer(
-        TransformerConfig(vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32)
-    )
-    source = parallel("tp=2", [TensorParallel()])
+def as_one_process(source: Parallelized) -> torch.nn.Module:
+    """Return a model with the same weights, on this rank alone."""
+    model = Transformer(CONFIG)
     model.load_state_dict({name: whole(tensor) for name, tensor in source.module.state_dict().items()})
     return model
 
@@ -229,11 +221,8 @@ def test_the_loop_equals_one_written_by_hand(one_process: None, tmp_path: Path) 
         tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
         total, tokens_seen = 0.0, tokens_seen + tokens
         for batch in batches:
-            logits = hand.module(input_ids=batch["input_ids"]).logits
-            loss = (
-                torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-                / tokens
-            )
+            logits = hand.module(input_ids=batch["input_ids"]).logits.flatten(0, 1)
+            loss = cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / tokens
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -244,32 +233,21 @@ def test_the_loop_equals_one_written_by_hand(one_process: None, tmp_path: Path) 
             part["lr"] = schedule.rate(step)
         optimizer.step()
         optimizer.zero_grad()
-    assert [record["train/loss"] for record in records.records] == pytest.approx(losses, rel=1e-5)
-    assert [record["grad_norm"] for record in records.records] == pytest.approx(norms, rel=1e-5)
-    assert [record["grad_norm/layers.1"] for record in records.records] == pytest.approx(of_a_layer, rel=1e-5)
+    for name, expected in {"train/loss": losses, "grad_norm": norms, "grad_norm/layers.1": of_a_layer}.items():
+        assert [record[name] for record in records.records] == pytest.approx(expected, rel=1e-5)
     for name, value in weights(hand).items():
         torch.testing.assert_close(weights(par)[name], value, rtol=1e-4, atol=1e-6)
     last = records.records[-1]
-    assert last["tokens"] == tokens_seen
-    assert last["lr"] == schedule.rate(5)
-    assert last["tokens_per_second"] > 0
-    assert last["memory_gib"] > 0
+    assert (last["tokens"], last["lr"]) == (tokens_seen, schedule.rate(5))
+    assert last["tokens_per_second"] > 0 and last["memory_gib"] > 0
 
 
 def test_the_loss_falls_and_is_validated(one_process: None, tmp_path: Path) -> None:
     samples = packed(tmp_path)
     par, records = parallel(), Records()
     validation = Batches(samples, micro_batch=4, seed=None)
-    run = trainer(
-        par,
-        samples,
-        steps=None,
-        epochs=5,
-        validation=validation,
-        validate_every="epoch",
-        log_every=7,
-        reporters=[records],
-    )
+    every: dict[str, Any] = {"validate_every": "epoch", "log_every": 7}
+    run = trainer(par, samples, steps=None, epochs=5, validation=validation, reporters=[records], **every)
     before = run.validate()["loss"]
     outcome = run.run()
     held = [record for record in records.records if "val/loss" in record]
@@ -288,7 +266,7 @@ def test_validation_is_the_mean_over_all_tokens(one_process: None, tmp_path: Pat
     par.module.eval()
     with torch.no_grad():
         logits = par.module(input_ids=batch["input_ids"]).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    expected = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     before = run.validations.moves
     assert run.validate() == run.validate() == {"loss": pytest.approx(float(expected), rel=1e-5)}
     assert run.validations.moves == before + 2 * -(-len(samples) // 3), "every batch counts as a move"
@@ -347,9 +325,7 @@ def test_resuming_is_bitwise_with_dropout(one_process: None, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("warm", daily([{"warmup_steps": 7}, {"warmup_ratio": 0.3}], {"warmup_ratio": 0.3}, ids=str))
-def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(
-    one_process: None, tmp_path: Path, warm: dict[str, Any]
-) -> None:
+def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(one_process, tmp_path, warm) -> None:
     """The learning rate is a function of the samples that were used, whatever their steps; each epoch is used up."""
     samples, schedule = packed(tmp_path), Schedule(name="linear", lr=1e-2, **warm)
 
@@ -429,9 +405,8 @@ def test_a_stop_in_a_long_step_leaves_its_micro_batches(tmp_path: Path, reshard:
 def check_ranks_must_agree(folder: Path) -> None:
     par = parallel("dp_shard=2", [FullyShard()])
     samples = packed(folder / "odd", tokens=200 + dist.get_rank())
-    with pytest.raises(
-        MeshparError, match=r"what the ranks were given differ .*\n.*training data: rank 0 against ranks \[1\]"
-    ):
+    message = r"what the ranks were given differ .*\n.*training data: rank 0 against ranks \[1\]"
+    with pytest.raises(MeshparError, match=message):
         trainer(par, samples).run()
 
 
@@ -459,15 +434,9 @@ def check_two_ranks_match_one(folder: Path) -> None:
 
 def alone_losses(samples: PackedTokens) -> list[float]:
     torch.manual_seed(0)
-    source = parallel("dp_shard=2", [FullyShard()])
-    model = Transformer(
-        TransformerConfig(vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32)
-    )
-    model.load_state_dict({name: whole(tensor) for name, tensor in source.module.state_dict().items()})
-    optimizer, schedule = (
-        build_adamw(model, AdamWSettings(eps=1e-3)),
-        Schedule(name="cosine", lr=1e-2, steps=6, warmup_steps=2, min_ratio=0.2),
-    )
+    model = as_one_process(parallel("dp_shard=2", [FullyShard()]))
+    optimizer = build_adamw(model, AdamWSettings(eps=1e-3))
+    schedule = Schedule(name="cosine", lr=1e-2, steps=6, warmup_steps=2, min_ratio=0.2)
     losses = []
     for step, (batch,) in zip(range(12), Batches(samples, micro_batch=4, seed=3)):
         loss, tokens, _ = CausalLM().loss(model, batch)
@@ -517,13 +486,9 @@ def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized
         kept, records = Kept(saved), Records()
         held = Batches(samples, micro_batch=1, data_rank=par.data_rank, data_size=par.data_size, seed=None)
         more: dict[str, Any] = {
-            "steps": 4,
-            "validate_every": 2,
-            "validation": held,
-            "checkpointer": kept,
-            "reporters": [records],
+            "steps": 4, "validate_every": 2, "validation": held, "checkpointer": kept, "reporters": [records],
             "objective": Asking(batch if dist.get_rank() == dist.get_world_size() - 1 else 99),
-        }
+        }  # fmt: skip
         run = resumed(par, saved, samples, **more) if saved else trainer(par, samples, **more)
         return run.run(), kept, records
 
@@ -533,22 +498,17 @@ def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized
     assert records.notes[0] == "asked to stop (SIGHUP) after step 2, during its validation"
     assert par.module.training and not any("val/loss" in record for record in records.records)
     found, saved = records.records, kept.steps
-    for batch, steps in (
-        (1, [2]),
-        (30 * late, [2, 4]),
-        (1, [4]),
-    ):  # in the same validation, in the last one, and in that again
+    # in the same validation, in the last one, and in that again
+    for batch, steps in ((1, [2]), (30 * late, [2, 4]), (1, [4])):
         outcome, kept, records = train(par, saved[max(saved)], batch)
         assert (outcome.stopped, sorted(kept.steps)) == ("SIGHUP", steps)
         found, saved = found + records.records, saved | kept.steps
     outcome, kept, records = train(par, saved[4])
     assert outcome.stopped is None and sorted(kept.steps) == [4]
     found += records.records
-    logged = [
-        [(record["step"], record.get("train/loss"), record.get("val/loss")) for record in records]
-        for records in (found, expected.records)
-    ]
-    assert logged[0] == logged[1]
+    names = ("step", "train/loss", "val/loss")
+    got, want = ([[record.get(name) for name in names] for record in each] for each in (found, expected.records))
+    assert got == want
     assert kept.steps[4][2] == whole.steps[4][2]
 
 
@@ -666,11 +626,9 @@ def test_steps_that_are_not_finite_can_be_skipped(one_process: None, tmp_path: P
     assert run._work.skips.count == 2 and all(math.isfinite(record["train/loss"]) for record in records.records)
     assert [record["step"] for record in records.records] == [1, 4, 5, 6]
     assert all(bool(parameter.isfinite().all()) for parameter in par.module.parameters())
-    forever = trainer(
-        parallel(), packed(tmp_path), objective=Poisoned(*range(100)), accumulate=1, nonfinite="skip", steps=99
-    )
+    always: dict[str, Any] = {"objective": Poisoned(*range(100)), "nonfinite": "skip"}
     with pytest.raises(MeshparError, match="51 steps in a row"):
-        forever.run()
+        trainer(parallel(), packed(tmp_path), accumulate=1, steps=99, **always).run()
 
 
 def test_the_scaler_changes_nothing_but_skips_overflows(one_process: None, tmp_path: Path) -> None:
@@ -703,12 +661,12 @@ def test_an_overflow_on_the_shards_of_one_rank_is_skipped_by_all() -> None:
 
         good, scaler.update = scaler.update, overflow
         run = trainer(par, packed(Path(folder)), accumulate=1, scaler=scaler, reporters=[records], steps=4)
-        last = list(par.module.parameters())[-1]
-        handle = last.register_post_accumulate_grad_hook(
-            lambda parameter: (
-                local_tensor(parameter.grad).fill_(math.inf) if run.step == 2 and dist.get_rank() == 3 else None
-            )
-        )
+
+        def spoil(parameter: torch.Tensor) -> None:
+            if run.step == 2 and dist.get_rank() == 3:
+                local_tensor(parameter.grad).fill_(math.inf)
+
+        handle = list(par.module.parameters())[-1].register_post_accumulate_grad_hook(spoil)
         run.run()
         handle.remove()
         assert [record["step"] for record in records.records] == [1, 2, 4]
@@ -725,25 +683,17 @@ def test_half_precision_keeps_masters_in_float32(dtype: torch.dtype) -> None:
     with tempfile.TemporaryDirectory() as folder:
         losses = {}
         for computed in (torch.float32, dtype):
-            par, records = (
-                parallel("dp_shard=2", [FullyShard(param_dtype=computed, reduce_dtype=torch.float32)]),
-                Records(),
-            )
+            sharding, records = FullyShard(param_dtype=computed, reduce_dtype=torch.float32), Records()
+            par = parallel("dp_shard=2", [sharding])
             before = weights(par)
-            run = trainer(
-                par,
-                packed(Path(folder)),
-                accumulate=1,
-                reporters=[records],
-                scaler=LossScaler() if dtype == torch.float16 else None,
-                schedule=Schedule(name="constant", lr=1e-7, steps=6, warmup_steps=0),
-            )
+            schedule = Schedule(name="constant", lr=1e-7, steps=6, warmup_steps=0)
+            scaler = LossScaler() if dtype == torch.float16 else None
+            more = {"reporters": [records], "scaler": scaler, "schedule": schedule}
+            run = trainer(par, packed(Path(folder)), accumulate=1, **more)
             run.run()
             moved = weights(par)
-            assert all(parameter.dtype == torch.float32 for parameter in par.module.parameters())
-            assert all(
-                value.dtype == torch.float32 for state in run.optimizer.state.values() for value in state.values()
-            )
+            moments = [value for state in run.optimizer.state.values() for value in state.values()]
+            assert {tensor.dtype for tensor in (*par.module.parameters(), *moments)} == {torch.float32}
             losses[computed] = [record["train/loss"] for record in records.records]
         moves = torch.cat([(moved[name] - before[name]).flatten() for name in before])
         same = torch.cat([(moved[name].to(dtype) == before[name].to(dtype)).flatten() for name in before])
@@ -765,9 +715,8 @@ def test_random_state_of_a_step_needs_only_seed_and_step(one_process: None, tmp_
 
 
 def test_settings_are_checked_together() -> None:
-    with pytest.raises(
-        RecipeError, match=r"length of the training.*log_every must be an integer from 1, got 0; clip must be above 0"
-    ):
+    message = r"length of the training.*log_every must be an integer from 1, got 0; clip must be above 0"
+    with pytest.raises(RecipeError, match=message):
         TrainSettings(log_every=0, clip=-1)
     with pytest.raises(RecipeError, match=r"^validate_every must be an integer from 1 or 'epoch' or None, got 0$"):
         TrainSettings(steps=1, validate_every=0)
@@ -819,12 +768,9 @@ def named_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[torch.devi
 
 def test_peaks_are_found_by_the_longest_name(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
-        "NVIDIA A100-SXM4-80GB": 312e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA H100 80GB HBM3": 989e12,
-        "NVIDIA A10G": 70e12,
-        "Quadro": None,
-    }
+        "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA A10G": 70e12, "Quadro": None,
+    }  # fmt: skip
     for name, peak in names.items():
         with named_gpu(monkeypatch, name) as device:
             assert peak_flops(device) == peak
@@ -865,9 +811,8 @@ def test_json_lines_that_cannot_be_rewritten_stay_as_they_are(tmp_path: Path, mo
 def test_the_console_writes_plain_lines_where_there_is_no_terminal() -> None:
     file = io.StringIO()
     console = Console(100, step=90, file=file)
-    console.report(
-        {"step": 95, "train/loss": 1.25, "lr": 3e-4, "grad_norm": 0.5, "tokens_per_second": 12345.6, "epoch": 0}
-    )
+    figures = {"train/loss": 1.25, "lr": 3e-4, "grad_norm": 0.5, "tokens_per_second": 12345.6, "epoch": 0}
+    console.report({"step": 95, **figures})
     console.report({"step": 95, "eval/choice/accuracy": 0.5, "eval/choice/margin": 1.23456})
     console.note("checkpoint of step 95 saved")
     console.close()
@@ -884,11 +829,8 @@ def test_the_console_moves_a_line_on_a_terminal() -> None:
 
     file = Terminal()
     console = Console(10, file=file)
-    console.report({"step": 5, "train/loss": 1.25})
-    console.report({"step": 5, "val/loss": 1.5})
-    console.report({"step": 5, "eval/choice/accuracy": 0.5})
-    console.report({"step": 5, "eval/acc[/x]": 0.5})
+    for name, value in {"train/loss": 1.25, "val/loss": 1.5, "eval/choice/accuracy": 0.5, "eval/acc[/x]": 0.5}.items():
+        console.report({"step": 5, name: value})
     console.close()
-    assert "acc[/x] 0.5" in file.getvalue()
-    assert "5/10" in file.getvalue() and "step 5: val 1.5000" in file.getvalue()
-    assert "step 5: choice/accuracy 0.5" in file.getvalue()
+    for words in ("acc[/x] 0.5", "5/10", "step 5: val 1.5000", "step 5: choice/accuracy 0.5"):
+        assert words in file.getvalue()

@@ -44,9 +44,7 @@ def raises(par: Parallelized) -> Any:
     raise ConnectionError("no route")
 
 
-def test_a_step_that_is_due_is_saved_before_an_evaluation_that_fails(
-    one_process: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_is_due_is_saved_before_an_evaluation_that_fails(one_process, tmp_path, caplog) -> None:
     made, outcome, kept, _ = evaluated(tmp_path, raises)
     assert (outcome.steps, sorted(kept.steps), made.ended) == (6, [2, 4, 6], "complete")
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -72,9 +70,7 @@ def test_a_number_that_is_none_is_told_and_is_no_metric_of_a_checkpoint(one_proc
     assert outcome.steps == 6 and "step 2: eval/mine/x is nan" in heard.notes
 
 
-def test_what_an_evaluation_leaves_in_the_process_is_restored(
-    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_evaluation_leaves_in_the_process_is_restored(one_process, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     errors = [asyncio.CancelledError(), BaseExceptionGroup("tasks", [SystemExit(2)]), ValueError("x")]
 
@@ -93,9 +89,7 @@ def test_what_an_evaluation_leaves_in_the_process_is_restored(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_a_signal_after_an_evaluation_that_ignored_it_is_heard(
-    one_process: None, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_after_an_evaluation_that_ignored_it_is_heard(one_process, tmp_path, number) -> None:
     class Kills(Records):
         def report(self, record: Mapping[str, float]) -> None:
             super().report(record)
@@ -181,9 +175,7 @@ def check_errors_of_rank_0_are_shared() -> None:
         together.tell(lambda: 1 / 0)
 
 
-def test_an_evaluation_that_a_signal_does_not_end_is_interrupted_and_the_step_is_saved(
-    one_process: None, tmp_path: Path
-) -> None:
+def test_an_evaluation_that_a_signal_does_not_end_is_interrupted_and_the_step_is_saved(one_process, tmp_path) -> None:
     def sleeps(par: Parallelized) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(600)
@@ -207,26 +199,17 @@ def test_what_a_start_owes_is_made_once_more_and_no_third_time(one_process: None
     assert kept.steps[2][2]["owes"] == ["eval/mine/"]
     more: dict[str, Any] = {"validate_every": 2, "checkpoint_every": 2}
     with pytest.raises(Died):
-        resumed(
-            parallel(), kept.steps[2], packed(tmp_path), evaluations={"mine": dies}, checkpointer=kept, **more
-        ).run()
+        dying = {"evaluations": {"mine": dies}, "checkpointer": kept}
+        resumed(parallel(), kept.steps[2], packed(tmp_path), **dying, **more).run()
     assert kept.steps[2][2]["makes_up"]
     heard = Records()
-    again = resumed(
-        parallel(),
-        kept.steps[2],
-        packed(tmp_path),
-        evaluations={"mine": lambda par: {"x": 1.0}},
-        reporters=[heard],
-        **more,
-    )
+    more |= {"evaluations": {"mine": lambda par: {"x": 1.0}}, "reporters": [heard]}
+    again = resumed(parallel(), kept.steps[2], packed(tmp_path), **more)
     assert again.run().steps == 6
     assert [record["step"] for record in heard.records if "eval/mine/x" in record] == [4, 6]
 
 
-def test_an_evaluation_without_a_forward_moves_the_watchdog_until_its_bound(
-    one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_without_a_forward_moves_the_watchdog_until_its_bound(one_process, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(validating, "_LOOK_S", 0.01)
     seen = list[int]()
 
@@ -244,9 +227,7 @@ def test_an_evaluation_without_a_forward_moves_the_watchdog_until_its_bound(
     assert seen == [0]
 
 
-def test_a_reporter_that_raises_ends_no_training(
-    one_process: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reporter_that_raises_ends_no_training(one_process, tmp_path, caplog) -> None:
     class Broken(Records):
         def report(self, record: Mapping[str, float]) -> None:
             raise ValueError("markup")
@@ -299,7 +280,6 @@ def test_a_prompt_without_tokens_is_refused_by_check_and_at_the_start(tmp_path: 
 
 
 def test_bounds_of_work_beside_the_training_are_checked() -> None:
-    with pytest.raises(
-        RecipeError, match=r"silent_s must be above 0.*grace_s must be above 0.*on_error is 'continue' or"
-    ):
+    message = r"silent_s must be above 0.*grace_s must be above 0.*on_error is 'continue' or"
+    with pytest.raises(RecipeError, match=message):
         TrainSettings(steps=1, silent_s=0, grace_s=-1, on_error="ignore")
