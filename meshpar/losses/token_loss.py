@@ -20,8 +20,8 @@ from meshpar.core.errors import MeshparError
 
 IGNORE_INDEX = -100
 
-Form = tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]]
-"""Whether values come with losses, and the names, shapes and dtypes of these."""
+Form = tuple[bool, torch.dtype, list[tuple[str, tuple[int, ...], torch.dtype]]]
+"""Whether values come with losses, the dtype of these, and the names, shapes and dtypes of the values."""
 Found = Tensor | tuple[Tensor, Mapping[str, Tensor]]
 """A loss, or a loss and values to report beside it."""
 
@@ -38,7 +38,7 @@ class Totals:
         """Add those of a micro-batch, and return its loss."""
         loss, values = result if isinstance(result, tuple) else (result, {})
         self._several = self._several or isinstance(result, tuple)
-        self.loss += loss.detach()
+        self.loss = self.loss + loss.detach()  # in float64 where a loss is
         for name, value in values.items():
             self.values[name] = self.values[name] + value.detach() if name in self.values else value.detach()
         return loss
@@ -49,7 +49,11 @@ class Totals:
 
     def form(self) -> Form:
         """Return what another rank needs to know before it gets the sums."""
-        return self._several, [(name, tuple(value.shape), value.dtype) for name, value in self.values.items()]
+        return (
+            self._several,
+            self.loss.dtype,
+            [(name, tuple(value.shape), value.dtype) for name, value in self.values.items()],
+        )
 
     def flat(self) -> Tensor:
         """Return all values in one tensor of the widest dtype that the device has."""
@@ -59,11 +63,11 @@ class Totals:
 
     def take(self, loss: Tensor, form: Form, flat: Tensor) -> None:
         """Take the sums of another rank."""
-        self.loss, (self._several, parts) = loss, form
+        self._several, dtype, parts = form
+        self.loss = loss.to(dtype)
         sizes = [math.prod(shape) for _, shape, _ in parts]
         self.values = {
-            name: part.view(shape).to(dtype)
-            for (name, shape, dtype), part in zip(parts, flat.split(sizes), strict=True)
+            name: part.view(shape).to(kind) for (name, shape, kind), part in zip(parts, flat.split(sizes), strict=True)
         }
 
 

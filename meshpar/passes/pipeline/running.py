@@ -16,7 +16,7 @@ from meshpar._torch.groups import all_gather
 from meshpar._torch.tensors import tensor_leaves, tree_map_only
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.losses.token_loss import Found, Totals
+from meshpar.losses.token_loss import Form, Found, Totals
 from meshpar.passes.pipeline.edges import Edges
 from meshpar.passes.pipeline.messages import LostError, StageMessages
 from meshpar.passes.pipeline.portion import Portion
@@ -47,7 +47,7 @@ class Layers(HandsOn):
         self._count, self._before, self.goes_on = 0, 0, False
         self._shapes = list[Any]()  # of the tensors of each micro-batch on which the stages have agreed
         self._action: Action | None = None  # that runs
-        self._form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]] = (False, [])  # of the last totals
+        self._form: Form = (False, torch.float32, [])  # of the last totals
         # gets each action of a step before it runs
         self.begins: Callable[[Action], object] = lambda action: None
 
@@ -236,11 +236,12 @@ class Layers(HandsOn):
             dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1, device=device)
             self._form = forms[0]
         flat = totals.flat()
-        if self._form[1]:
+        _, _, values = self._form
+        if values:
             if not has:
-                flat = flat.new_empty(sum(math.prod(shape) for _, shape, _ in self._form[1]))
+                flat = flat.new_empty(sum(math.prod(shape) for _, shape, _ in values))
             dist.broadcast(flat, group=self.group, group_src=self.ranks - 1)
-        totals.take(numbers[:, 0].sum().to(totals.loss.dtype), self._form, flat)
+        totals.take(numbers[:, 0].sum(), self._form, flat)
         return used if self._transfers.supposed is None else [True] * len(used)
 
     def _flags(self, flags: list[float], numbers: Tensor) -> list[bool]:

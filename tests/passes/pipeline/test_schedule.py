@@ -20,6 +20,7 @@ from meshpar import (
     HybridShard,
     PipelineParallel,
     Plan,
+    Replicate,
     TensorParallel,
 )
 from meshpar.checkpoints import CheckpointManager
@@ -118,6 +119,24 @@ def test_evaluations_and_reported_values_come_to_all_stages():
             torch.testing.assert_close(values[name], sum(reported[name] for _, reported in expected))
     found = par.forward(mine, lambda module, batch: token_loss_sum(module, batch)[0])
     torch.testing.assert_close(found, [value.detach() for value, _ in expected])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("mesh", "passes"), [("dp_replicate=2", [Replicate()]), ("pp=2", [PipelineParallel()])])
+def test_losses_in_float64_add_up_in_float64(mesh, passes):
+    """As LBFGS's line search needs them."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(huggingface("Llama", num_hidden_layers=2).double())
+    alone, par = models[0], Plan(mesh, passes).apply(models[1])
+
+    def loss(module, batch):
+        return module(batch["input_ids"]).logits.square().mean()
+
+    expected = sum(loss(alone, batch).detach() for batch in batches(0))
+    for _ in range(2):  # the second time, ranks know the form
+        torch.testing.assert_close(par.backward(batches(0), loss), expected, rtol=1e-12, atol=0)
 
 
 INSIDE_SAVED = {
