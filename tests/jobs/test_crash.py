@@ -67,50 +67,46 @@ def rank_main(rank: int, port: int, root: str, first: int, mode: str, report: st
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=patient(TIMEOUT_S)))
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=patient(TIMEOUT_S))
-    )
+    bound = timedelta(seconds=patient(TIMEOUT_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=bound)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
     module = Filled(mesh)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    manager = CheckpointManager(
-        root, keep=1 if mode == "retention" else 3, async_=mode == "async", timeout_s=patient(TIMEOUT_S)
-    )
+    keep = 1 if mode == "retention" else 3
+    manager = CheckpointManager(root, keep=keep, async_=mode == "async", timeout_s=patient(TIMEOUT_S))
     log = Path(f"{report}.{rank}")
     if mode == "retention":  # let removal take long enough to be hit
         removal.remove = lambda folder, remove=removal.remove: (time.sleep(0.03), remove(folder), time.sleep(0.01))
     for step in itertools.count(first):
         module.set_to(step)
-        with log.open("a") as file:
-            file.write(f"{json.dumps(['begin', step])}\n")
+        note(log, "begin", step)
         try:
             manager.save(step, Job(module, mesh=mesh), optimizer, extra={"step": step})
             if mode == "async":
                 time.sleep(0.002)
             manager.before_step()
         except CheckpointError as error:
-            with log.open("a") as file:
-                file.write(f"{json.dumps(['failed', str(error)])}\n")
+            note(log, "failed", str(error))
             os._exit(3)
-        with log.open("a") as file:
-            file.write(f"{json.dumps(['saved', step if mode != 'async' else step - 1])}\n")
+        note(log, "saved", step if mode != "async" else step - 1)
+
+
+def note(log: Path, kind: str, value: str | int) -> None:
+    with log.open("a") as file:
+        file.write(f"{json.dumps([kind, value])}\n")
 
 
 def note_uploads(log: Path) -> None:
     """Write into this rank's report when an upload begins and when it ends."""
 
-    def note(kind: str, name: str) -> None:
-        with log.open("a") as file:
-            file.write(f"{json.dumps([kind, name])}\n")
-
     @contextmanager
     def noted(self: objects.ObjectPath, expected_bytes: int = 0, *, writing=objects.ObjectPath.writing) -> Iterator:
-        note("upload", self.name)
+        note(log, "upload", self.name)
         try:
             with writing(self, expected_bytes) as write:
                 yield write
         finally:
-            note("uploaded", self.name)
+            note(log, "uploaded", self.name)
 
     objects.ObjectPath.writing = noted
 
@@ -183,9 +179,8 @@ def kill_one(
     steps = manager.steps()
     HIT.append(bool(manager.ignored()))
     saved = max((step for rank in range(RANKS) for step in reported(report, rank, "saved") if step >= first), default=0)
-    assert max(steps, default=0) >= max(saved, max(before, default=0)), (
-        f"kill {number} ({mode}) lost step {saved}: {steps}"
-    )
+    newest = max(steps, default=0)
+    assert newest >= max(saved, max(before, default=0)), f"kill {number} ({mode}) lost step {saved}: {steps}"
     check_steps(root)
     return waited
 

@@ -161,12 +161,10 @@ def test_a_call_that_is_held_up_does_not_end_the_growth_of_what_is_timed(monkeyp
 
     fast, slow = 1e9, 1e6
     assert timed(lambda size, call: size / 2 / fast) == (1 << 24, pytest.approx(fast))
-    assert timed(lambda size, call: 0.5 if call % 3 else size / 2 / fast) == (1 << 24, pytest.approx(fast)), (
-        "two of three are held up"
-    )
-    assert timed(lambda size, call: size / 2 / slow) == (1 << 18, pytest.approx(slow)), (
-        "a slow link is not given 16 MiB"
-    )
+    # two of three are held up
+    assert timed(lambda size, call: 0.5 if call % 3 else size / 2 / fast) == (1 << 24, pytest.approx(fast))
+    # a slow link is not given 16 MiB
+    assert timed(lambda size, call: size / 2 / slow) == (1 << 18, pytest.approx(slow))
 
 
 def test_a_slow_file_system_is_no_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -240,9 +238,7 @@ class Nvml(SimpleNamespace):
         ({"nvmlDeviceGetCurrPcieLinkWidth": 8, "nvmlDeviceGetMaxPcieLinkWidth": 16}, "PCIe links are narrower"),
     ],
 )
-def test_what_the_management_library_says_of_a_device_is_found(
-    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], what: str | None
-) -> None:
+def test_what_the_management_library_says_of_a_device_is_found(monkeypatch, answers, what) -> None:
     known = {"nvmlInit": None, "nvmlDeviceGetHandleByUUID": "handle"}
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(answers=known | answers))
     facts = healthy()

@@ -13,25 +13,32 @@ from meshpar.checkpoints import export_safetensors
 from meshpar.core.errors import CheckpointError
 from tests.support.tiers import daily
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+ROOT = Path(__file__).parents[2]
+PYTHON = [sys.executable, "-m", "tests.support.script"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+MESHPAR_RUN = [sys.executable, "-m", "meshpar.launchers", "run", "--nproc", "2"]
 
 
-def run(command, folder):
+def run(command, example, *arguments, folder):
+    """Run an example in one process or on two ranks, and return what it prints."""
+    command = [*command, str(ROOT / "examples" / example), *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=120, env=environment)
+    folder = ROOT if command[: len(PYTHON)] == PYTHON else folder
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return [
-        (float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", done.stdout)
-    ]
+    return done.stdout
 
 
-def test_a_loop_of_ones_own_on_one_process_and_on_a_mesh(tmp_path):
+@pytest.mark.parametrize("start", daily([MESHPAR_RUN, TORCHRUN], MESHPAR_RUN, ids=lambda command: command[2]))
+def test_a_loop_of_ones_own_on_one_process_and_on_a_mesh(tmp_path, start):
     """In one folder, as the README runs them: the second run replaces the first one's checkpoint and export."""
-    alone = run([sys.executable, str(EXAMPLE), ""], tmp_path)
-    torchrun = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE), "tp=2",
-    ]  # fmt: skip
-    together = run(torchrun, tmp_path)
+    alone, together = (
+        [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", printed)]
+        for printed in (
+            run(PYTHON, "own_loop.py", "", tmp_path, folder=tmp_path),
+            run(start, "own_loop.py", "tp=2", tmp_path, folder=tmp_path),
+        )
+    )
     assert len(alone) == 3 and alone[-1][0] < alone[0][0]
     for (loss, norm), (same_loss, same_norm) in zip(alone, together, strict=True):
         assert (loss, norm) == (pytest.approx(same_loss, abs=2e-5), pytest.approx(same_norm, abs=2e-4))
@@ -40,36 +47,27 @@ def test_a_loop_of_ones_own_on_one_process_and_on_a_mesh(tmp_path):
 
 @pytest.mark.parametrize("mesh", daily(["tp=2", "dp_shard=2"], "tp=2"))
 def test_research_loops_print_the_same_on_one_process_and_on_a_mesh(tmp_path, mesh):
-    script = str(EXAMPLE.with_name("research_loop.py"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    found = []
-    for command in ([sys.executable, script], [*torchrun, mesh]):
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        found.append({name: float(value) for name, value in re.findall(r"(\w+): ([\d.]+)", done.stdout)})
-    assert found[0].keys() == {"judge", "generator", "student", "teacher"}
-    assert found[1] == pytest.approx(found[0], abs=2e-5)
+    alone, together = (
+        {name: float(value) for name, value in re.findall(r"(\w+): ([\d.]+)", printed)}
+        for printed in (
+            run(PYTHON, "research_loop.py", folder=tmp_path),
+            run(MESHPAR_RUN, "research_loop.py", mesh, folder=tmp_path),
+        )
+    )
+    assert alone.keys() == {"judge", "generator", "student", "teacher"}
+    assert together == pytest.approx(alone, abs=2e-5)
 
 
 def test_the_reward_of_a_policy_rises(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLE.with_name("policy_gradient.py")), "100"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", done.stdout)]
+    printed = run(MESHPAR_RUN, "policy_gradient.py", 100, folder=tmp_path)
+    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", printed)]
     assert len(rewards) == 3 and rewards[-1] > rewards[0] + 0.15, rewards
 
 
 def test_weights_come_by_files_whole_checked_and_never_an_older_version(tmp_path, capsys):
-    script, root = str(EXAMPLE.with_name("weights_by_files.py")), tmp_path / "weights"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command += [script, "train", str(root), "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr
-    example = runpy.run_path(script)
+    root = tmp_path / "weights"
+    run(MESHPAR_RUN, "weights_by_files.py", "train", root, 3, folder=tmp_path)
+    example = runpy.run_path(str(ROOT / "examples" / "weights_by_files.py"))
     example["train"](str(root), 2)  # another job goes on after the last number
     example["serve"](str(root), 5)
     printed = capsys.readouterr().out

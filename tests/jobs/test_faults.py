@@ -21,13 +21,9 @@ from tests.support.tiers import daily
 
 ROOT = Path(__file__).parents[2]
 DAILY = (
-    "evaluation sleeps after SIGTERM",
-    "evaluation is killed",
-    "one rank raises before a forward",
-    "tracker raises SystemExit",
-    "write 3 finds a full disk",
-    "SIGKILL at write 11",
-)
+    "evaluation sleeps after SIGTERM", "evaluation is killed", "one rank raises before a forward",
+    "tracker raises SystemExit", "write 3 finds a full disk", "SIGKILL at write 11",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +63,14 @@ def test_a_disk_that_takes_no_byte_leaves_the_file_that_was_to_be_replaced(tmp_p
 
 WRITTEN_IN_PLACE = {
     "launchers/agent/failures.py": "a file of a name of its own, which is renamed",
-    "launchers/agent/replicas.py": "in a new folder",
-    "launchers/agent/terms.py": "in a new folder",
+    "launchers/agent/replicas.py": "in a new folder", "launchers/agent/terms.py": "in a new folder",
     "launchers/cli.py": "the file that the user names",
-    "launchers/commands/launch.py": "the file that the user names",
-    "launchers/doctor/examine.py": "probes",
+    "launchers/commands/launch.py": "the file that the user names", "launchers/doctor/examine.py": "probes",
     "launchers/commands/inspecting.py": "the file that the user names",
-    "launchers/commands/publishing.py": "in a new folder",
-    "launchers/targets/launching.py": "in a new folder",
-    "meshpar/training/examples.py": "in a new folder",
-    "meshpar/training/tokens.py": "in a new folder",
+    "launchers/commands/publishing.py": "in a new folder", "launchers/targets/launching.py": "in a new folder",
+    "meshpar/training/examples.py": "in a new folder", "meshpar/training/tokens.py": "in a new folder",
     "checkpoints/storage/disk.py": "in a new folder",
-}
+}  # fmt: skip
 
 
 def test_files_that_exist_are_replaced_and_not_truncated() -> None:

@@ -28,44 +28,33 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("jobs")
     root = standard_library_root()
     (folder / "text.txt").write_text("\n\n".join((root / name).read_text() for name in ("queue.py", "shlex.py")))
-    rows = []
+    lines = []
     for number in range(120):
         verb, noun = WORDS[number % 6], WORDS[9 + number % 6]
         source = textwrap.dedent(
             f"def {verb.lower()}_{noun}(self, x{number}):\n    return self.{noun}.{verb.lower()}(x{number})"
         )
-        rows.append(
-            {
-                "code": source,
-                "doc": f"{verb} the {noun}.",
-                "kind": ["plain", "odd", "rare"][0 if number % 4 else 1 + number % 3 % 2],
-            }
-        )
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        kind = ["plain", "odd", "rare"][0 if number % 4 else 1 + number % 3 % 2]
+        lines.append(json.dumps({"code": source, "doc": f"{verb} the {noun}.", "kind": kind}) + "\n")
+    (folder / "rows.jsonl").write_text("".join(lines))
     return folder
 
 
 def train(home: Path, name: str, *overrides: str, ranks: int = 2, **options: Any) -> Recipe:
     """Train a recipe that comes with meshpar, by name, and return it as it ran."""
-    given = [
-        f"output={home / name}",
-        f"data.cache={home / 'cache'}",
-        "training.tensorboard=false",
-        "training.log_every=1",
-        *overrides,
-    ]
+    given = [f"output={home / name}", f"data.cache={home / 'cache'}"]
+    given += ["training.tensorboard=false", "training.log_every=1", *overrides]
     assert train_recipe(name, given, nproc=ranks, quiet=True, **options) == 0
     return load_recipe(name, given)
 
 
 def text(home: Path) -> list[str]:
-    return [
-        "data.source=files",
-        f"data.paths=[{home / 'text.txt'}]",
-        "data.tokenizer=bytes",
-        "data.sequence_length=32",
-        "data.micro_batch=2",
-    ]
+    source = ["data.source=files", f"data.paths=[{home / 'text.txt'}]", "data.tokenizer=bytes"]
+    return [*source, "data.sequence_length=32", "data.micro_batch=2"]
+
+
+def rows(home: Path, *fields: str) -> list[str]:
+    return ["data.source=jsonl", f"data.paths=[{home / 'rows.jsonl'}]", "data.tokenizer=bytes", *fields]
 
 
 def records(recipe: Recipe) -> list[dict[str, float]]:
@@ -91,22 +80,10 @@ def test_gpt2_is_trained_gone_on_with_and_exported(home: Path) -> None:
 
 @pytest.mark.long
 def test_t5_summarises_and_its_best_step_is_exported(home: Path) -> None:
-    rows = [
-        "data.source=jsonl",
-        f"data.paths=[{home / 'rows.jsonl'}]",
-        "data.field=code",
-        "data.target_field=doc",
-        "data.tokenizer=bytes",
-    ]
     small = ["model.config.vocab_size=320", "model.config.d_model=32", "model.config.d_kv=8", "model.config.d_ff=48"]
-    more = [
-        "training.epochs=3",
-        "data.validation_fraction=0.2",
-        "data.target_length=40",
-        "data.micro_batch=4",
-        "optimizer.lr=1e-2",
-    ]
-    recipe = train(home, "t5_summarisation", *rows, *small, *more, "model.config.num_layers=2")
+    more = rows(home, "data.field=code", "data.target_field=doc", "data.target_length=40", "data.micro_batch=4")
+    more += ["training.epochs=3", "data.validation_fraction=0.2", "optimizer.lr=1e-2", "model.config.num_layers=2"]
+    recipe = train(home, "t5_summarisation", *small, *more)
     losses = values(recipe, "val/loss")
     assert len(losses) == 3 and min(losses) < losses[0]
     steps = [int(record["step"]) for record in records(recipe) if "val/loss" in record]
@@ -122,30 +99,13 @@ def test_t5_summarises_and_its_best_step_is_exported(home: Path) -> None:
 
 
 def test_bert_goes_on_in_mid_epoch_on_another_mesh_as_if_it_had_not_stopped(home: Path) -> None:
-    rows = [
-        "data.source=jsonl",
-        f"data.paths=[{home / 'rows.jsonl'}]",
-        "data.field=code",
-        "data.label_field=kind",
-        "data.tokenizer=bytes",
-    ]
-    more = [
-        *rows,
-        "data.micro_batch=2",
-        "data.validation_fraction=0.2",
-        "training.epochs=null",
-        "training.validate_every=4",
-    ]
-    more += [
-        "model.config.hidden_dropout_prob=0",
-        "model.config.attention_probs_dropout_prob=0",
-        "model.config.hidden_size=32",
-    ]
+    more = rows(home, "data.field=code", "data.label_field=kind", "data.micro_batch=2", "data.validation_fraction=0.2")
+    more += [f"model.config.{name}_prob=0" for name in ("hidden_dropout", "attention_probs_dropout")]
+    more += ["model.config.hidden_size=32", "training.epochs=null", "training.validate_every=4"]
     more += ["schedule.steps=8", "schedule.step_every=3", "optimizer.eps=1e-3"]
     alone = ["mesh=''", "passes=[]", "data.micro_batch=4"]
-    whole = train(
-        home, "bert_classification", *more, *alone, "training.steps=8", f"output={home / 'bert-whole'}", ranks=1
-    )
+    steps = ["training.steps=8", f"output={home / 'bert-whole'}"]
+    whole = train(home, "bert_classification", *more, *alone, *steps, ranks=1)
     train(home, "bert_classification", *more, *alone, "training.steps=4", ranks=1)
     recipe = train(home, "bert_classification", *more, "training.steps=8")
     assert recipe.mesh == "dp_replicate=2" and recipe.data.accumulate == 2
@@ -160,34 +120,18 @@ def test_bert_goes_on_in_mid_epoch_on_another_mesh_as_if_it_had_not_stopped(home
 
 def test_a_student_learns_from_a_frozen_teacher_both_sharded(home: Path) -> None:
     data = text(home)
-    config = (
-        "model.config={model_type: qwen3_moe, vocab_size: 320, hidden_size: 32, num_hidden_layers: 1, "
-        "num_attention_heads: 2, "
-    )
-    config += "num_key_value_heads: 1, head_dim: 16, moe_intermediate_size: 16, intermediate_size: 32, num_experts: 4, "
+    config = "model.config={model_type: qwen3_moe, vocab_size: 320, hidden_size: 32, num_hidden_layers: 1, "
+    config += "num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, moe_intermediate_size: 16, intermediate_size: 32, num_experts: 4, "
     config += "num_experts_per_tok: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
-    teacher = train(
-        home, "qwen3_moe_teacher", *data, config, "training.steps=3", "training.validate_every=3", "mesh=''", ranks=1
-    )
+    few = ["training.steps=3", "training.validate_every=3"]
+    teacher = train(home, "qwen3_moe_teacher", *data, config, *few, "mesh=''", ranks=1)
     folder = export_run(teacher.folder, teacher.folder / "export")
-    taught = ["teacher.model.config", "teacher.model.weights"]
-    student = (
-        [override for override in data if not override.startswith("data.micro")]
-        + [f"{key}={folder}" for key in taught]
-        + [config]
-    )
+    student = [*data, config, *(f"teacher.model.{key}={folder}" for key in ("config", "weights"))]
     missing = [override.replace(str(folder), str(home / "nowhere")) for override in student]
-    with pytest.raises(
-        PlanError, match=r"teacher\.model\.weights: .*nowhere does not exist; train and export the teacher first"
-    ):
+    message = r"teacher\.model\.weights: .*nowhere does not exist; train and export the teacher first"
+    with pytest.raises(PlanError, match=message):
         train_recipe("qwen3_moe_distillation", missing, nproc=2, quiet=True)
-    steps = [
-        "training.steps=4",
-        "training.log_every=1",
-        "training.validate_every=2",
-        "checkpoint.every=2",
-        "data.micro_batch=2",
-    ]
+    steps = ["training.steps=4", "training.log_every=1", "training.validate_every=2", "checkpoint.every=2"]
     recipe = train(home, "qwen3_moe_distillation", *student, *steps)
     assert [next(iter(pass_)) for pass_ in recipe.passes] == ["FullyShard"] and recipe.teacher is not None
     assert len(values(recipe, "val/kl")) == 2
@@ -200,10 +144,8 @@ def test_a_student_learns_from_a_frozen_teacher_both_sharded(home: Path) -> None
 
 
 def test_two_nodes_from_one_command(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    more = [
-        *text(home), "model.dim=32", "model.layers=2", "model.hidden=48", "training.steps=3",
-        "training.validate_every=3",
-    ]  # fmt: skip
+    more = [*text(home), "model.dim=32", "model.layers=2", "model.hidden=48"]
+    more += ["training.steps=3", "training.validate_every=3"]
     recipe = train(home, "hybrid_two_nodes", *more, "data.micro_batch=1", nodes=2)
     assert re.search(r"parameters on dp_replicate=2,dp_shard=2 \(cpu\), HybridShard", capfd.readouterr().err)
     whole = ["mesh=''", "passes=[]", "data.micro_batch=4", f"output={home / 'hybrid-alone'}"]

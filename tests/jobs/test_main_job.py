@@ -1,7 +1,6 @@
 """The main job by the command line: train, stop by signal, resume on this mesh and another, export, load."""
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -11,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import termios
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -66,19 +64,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(folder: Path, output: str, *overrides: str) -> list[str]:
-    more = [
-        f"output={folder / output}",
-        f"data.paths=[{folder / 'text.txt'}]",
-        f"data.cache={folder / 'cache'}",
-        *overrides,
-    ]
-    return [sys.executable, "-m", "meshpar.launchers", "train", str(folder / "job.yaml"), *more, "--quiet"]
+    data = [f"data.paths=[{folder / 'text.txt'}]", f"data.cache={folder / 'cache'}"]
+    recipe = [str(folder / "job.yaml"), f"output={folder / output}", *data, *overrides]
+    return [sys.executable, "-m", "meshpar.launchers", "train", *recipe, "--quiet"]
 
 
 def start(folder: Path, output: str, *overrides: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*before, *command(folder, output, *overrides)], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    words = [*before, *command(folder, output, *overrides)]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -155,6 +148,11 @@ def weights(folder: Path, output: str) -> dict[str, torch.Tensor]:
     return load_file(exported / "model.safetensors")
 
 
+def assert_near(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert float((tensor - got[name]).abs().max()) <= 1e-5 * float(tensor.abs().max()), name
+
+
 @pytest.mark.timeout(300)
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder: Path) -> None:
     whole = start(folder, "whole")  # beside the rest, to save time
@@ -176,12 +174,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder: Path) -> N
     expected, got = weights(folder, "whole"), weights(folder, "stopped")
     assert sorted(expected) == sorted(got)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
-    lines = [json.loads(line) for line in (folder / "stopped" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, STEPS + 1))
-
-    got = weights(folder, "moved")
-    for name, tensor in expected.items():
-        assert float((tensor - got[name]).abs().max()) <= 1e-5 * float(tensor.abs().max()), name
+    assert [record["step"] for record in metrics(folder / "stopped")] == list(range(1, STEPS + 1))
+    assert_near(expected, weights(folder, "moved"))
 
 
 @pytest.mark.nightly
@@ -194,28 +188,27 @@ def test_stages_train_resume_and_export_what_other_meshes_do(folder: Path) -> No
     assert "resuming after step 3" in run(folder, "again", *staged)
     expected, got, again = (weights(folder, output) for output in ("sharded", "stages", "again"))
     assert sorted(expected) == sorted(got)
-    for name, tensor in expected.items():
-        assert torch.equal(got[name], again[name]), name
-        assert float((tensor - got[name]).abs().max()) <= 1e-5 * float(tensor.abs().max()), name
+    assert all(torch.equal(got[name], again[name]) for name in expected)
+    assert_near(expected, got)
+
+
+OWN_TERMINAL = """\
+import fcntl, runpy, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+runpy.run_module("meshpar.launchers", run_name="__main__", alter_sys=True)
+"""
 
 
 def test_a_terminal_that_is_closed_during_validation_stops_the_run_with_a_checkpoint(folder: Path) -> None:
     """A validation of minutes does not hold a stop up, and a terminal that is gone loses lines, not the run."""
     shown = []
     terminal, end = pty.openpty()
-
-    def own() -> None:
-        fcntl.ioctl(end, termios.TIOCSCTTY, 0)
-
-    long = [
-        "data.validation_fraction=0.9",
-        "data.micro_batch=1",
-        "training.validate_steps=null",
-        "training.validate_every=5",
-    ]
-    process = subprocess.Popen(
-        command(folder, "closed", *long), stdin=end, stdout=end, stderr=end, start_new_session=True, preexec_fn=own
-    )
+    (folder / "own.py").write_text(OWN_TERMINAL)
+    long = ["data.validation_fraction=0.9", "data.micro_batch=1"]
+    long += ["training.validate_steps=null", "training.validate_every=5"]
+    words = [sys.executable, "-m", "tests.support.script", folder / "own.py", *command(folder, "closed", *long)[3:]]
+    streams = {"stdin": end, "stdout": end, "stderr": end}
+    process = subprocess.Popen(words, start_new_session=True, cwd=Path(__file__).parents[2], **streams)
     os.close(end)
 
     def at_step_five() -> bool:
@@ -314,87 +307,71 @@ def test_a_signal_that_one_rank_gets_is_the_reason_of_all() -> None:
             assert stop.reason == max(mine.values()).name
 
 
-def small(folder: Path, *overrides: str) -> Recipe:
-    common = ["mesh=", f"data.cache={folder / 'cache'}", "training.steps=3", "checkpoint.every=2"]
+def small(folder: Path, output: str, *overrides: str) -> Recipe:
+    """A recipe of one rank and three steps."""
+    common = ["mesh=", f"output={folder / output}", f"data.paths=[{folder / 'text.txt'}]"]
+    common += [f"data.cache={folder / 'cache'}", "training.steps=3", "checkpoint.every=2"]
     return load_recipe(folder / "job.yaml", [*common, *overrides])
 
 
-def losses(recipe: Recipe) -> list[float]:
-    return [record["train/loss"] for record in metrics(recipe.folder)]
+def train(recipe: Recipe, ranks: int = 1) -> Recipe:
+    assert launch(recipe, ranks, quiet=True) == 0
+    return recipe
+
+
+def losses(recipe: Recipe, name: str = "train/loss") -> list[float]:
+    return [record[name] for record in records(recipe.folder) if name in record]
 
 
 def test_text_json_lines_and_tokens_train_alike(folder: Path) -> None:
     documents = text().split("\n\n")
-    (folder / "text.jsonl").write_text(
-        "".join(json.dumps({"body": document}) + "\n" for document in documents if document.strip())
-    )
+    documents = [document for document in documents if document.strip()]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"body": document}) + "\n" for document in documents))
     tokenizer = byte_tokenizer()
-    ids = [[*tokenizer.encode(document), tokenizer.eos_id] for document in documents if document.strip()]
+    ids = [[*tokenizer.encode(document), tokenizer.eos_id] for document in documents]
     write_tokens(folder / "text.bin", ids, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
     tokenizer.save(folder / "bytes")
     sources = {
-        "files": [f"data.paths=[{folder / 'text.txt'}]", 'data.separator="\\n\\n"'],
+        "files": ['data.separator="\\n\\n"'],
         "jsonl": [f"data.paths=[{folder / 'text.jsonl'}]", "data.field=body"],
         "tokens": [f"data.paths=[{folder / 'text.bin'}]", f"data.tokenizer={folder / 'bytes'}"],
     }
     found = {}
     for source, overrides in sources.items():
-        recipe = small(
-            folder, f"data.source={source}", f"output={folder / f'from-{source}'}", "data.micro_batch=8", *overrides
-        )
-        assert launch(recipe, 1, quiet=True) == 0
+        recipe = train(small(folder, f"from-{source}", f"data.source={source}", "data.micro_batch=8", *overrides))
         found[source] = losses(recipe)
         assert (recipe.folder / "tokenizer" / "tokenizer.json").is_file()
     assert found["files"] == found["jsonl"] == found["tokens"]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(folder: Path) -> None:
-    recipe = small(folder, f"output={folder / 'diverged'}", f"data.paths=[{folder / 'text.txt'}]", "optimizer.lr=1e30")
     with pytest.raises(MeshparError, match="gradient norm of step 2 is not finite"):
-        launch(recipe, 1, quiet=True)
+        train(small(folder, "diverged", "optimizer.lr=1e30"))
     assert not (folder / "diverged" / "checkpoints").exists()
 
 
 def test_resume_never_and_resume_from_elsewhere(folder: Path) -> None:
-    paths = f"data.paths=[{folder / 'text.txt'}]"
-    assert launch(small(folder, f"output={folder / 'first'}", paths), 1, quiet=True) == 0
-    for name, source in (
-        ("run", folder / "first"),
-        ("step", folder / "first/checkpoints/step-00000002"),
-        ("link", folder / "first/checkpoints/latest"),
-    ):
-        recipe = small(folder, f"output={folder / name}", paths, f"checkpoint.resume={source}", "training.steps=5")
-        assert launch(recipe, 1, quiet=True) == 0
+    steps = train(small(folder, "first")).folder / "checkpoints"
+    for name, source in (("run", folder / "first"), ("step", steps / "step-00000002"), ("link", steps / "latest")):
+        recipe = train(small(folder, name, f"checkpoint.resume={source}", "training.steps=5"))
         assert len(losses(recipe)) == (3 if name == "step" else 2)
     with pytest.raises(MeshparError, match=r"there is no .*nowhere; expected auto, never"):
-        launch(
-            small(folder, f"output={folder / 'other'}", paths, f"checkpoint.resume={folder / 'nowhere'}"), 1, quiet=True
-        )
+        train(small(folder, "other", f"checkpoint.resume={folder / 'nowhere'}"))
 
 
 def test_the_best_step_by_validation_loss_stays(folder: Path) -> None:
-    recipe = small(
-        folder, f"output={folder / 'best'}", f"data.paths=[{folder / 'text.txt'}]", "training.steps=6", "training.validate_every=1",
-        "checkpoint={every: 1, keep: 1, best: val/loss}", "optimizer.lr=0.3", "training.nonfinite=skip",
-    )  # fmt: skip
-    assert launch(recipe, 1, quiet=True) == 0
-    values = {}
-    for line in (recipe.folder / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "val/loss" in record:
-            values[record["step"]] = record["val/loss"]
+    often = ["training.steps=6", "training.validate_every=1", "checkpoint={every: 1, keep: 1, best: val/loss}"]
+    recipe = train(small(folder, "best", *often, "optimizer.lr=0.3", "training.nonfinite=skip"))
+    values = {record["step"]: record["val/loss"] for record in records(recipe.folder) if "val/loss" in record}
     best = min(values, key=lambda step: values[step])
     kept = sorted(int(path.name.removeprefix("step-")) for path in (recipe.folder / "checkpoints").glob("step-*"))
     assert kept == sorted({best, 6})
 
 
 GROWN = {
-    "dp_shard=2": ("[FullyShard]", 2),
-    "pp=2": ("[PipelineParallel]", 1),
-    "tp=2": ("[TensorParallel]", 1),
-    "dp_replicate=2": ("[Replicate]", 2),
-    "pp=2,dp_shard=2": ("[PipelineParallel, FullyShard]", 2),
-}
+    "dp_shard=2": ("[FullyShard]", 2), "pp=2": ("[PipelineParallel]", 1), "tp=2": ("[TensorParallel]", 1),
+    "dp_replicate=2": ("[Replicate]", 2), "pp=2,dp_shard=2": ("[PipelineParallel, FullyShard]", 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mesh", daily(GROWN, "dp_shard=2", "pp=2"))
@@ -403,13 +380,11 @@ def test_a_growing_batch_and_rates_by_depth_are_those_of_one_process(folder: Pat
 
     def grown(output: str, ranks: int, *overrides: str, steps: int = 5) -> Recipe:
         made = small(
-            folder, f"output={folder / output}", f"data.paths=[{folder / 'text.txt'}]", "data.micro_batch=2", "data.grow={16: 16, 40: 32}",
-            "optimizer.rates={embed: 0.1, layers.*.mlp: 2.0}", "optimizer.layer_decay=0.5", f"training.steps={steps}", "schedule.steps=5",
-            "checkpoint.every=1", "checkpoint.keep=null", *overrides,
+            folder, output, "data.micro_batch=2", "data.grow={16: 16, 40: 32}", "optimizer.rates={embed: 0.1, layers.*.mlp: 2.0}",
+            "optimizer.layer_decay=0.5", f"training.steps={steps}", "schedule.steps=5", "checkpoint.every=1", "checkpoint.keep=null", *overrides,
         )  # fmt: skip
-        if not (folder / output / "checkpoints" / f"step-{steps:08}").is_dir():
-            assert launch(made, ranks, quiet=True) == 0
-        return made
+        done = (folder / output / "checkpoints" / f"step-{steps:08}").is_dir()
+        return made if done else train(made, ranks)
 
     def samples(recipe: Recipe) -> list[int]:
         steps = sorted((recipe.folder / "checkpoints").glob("step-*"))
@@ -424,20 +399,17 @@ def test_a_growing_batch_and_rates_by_depth_are_those_of_one_process(folder: Pat
     np.testing.assert_allclose(losses(divided), losses(alone), rtol=1e-5)
     expected, got = weights(folder, "growing"), weights(folder, name)
     plain = weights(folder, grown("unrated", 1, "data.accumulate=4", "optimizer={lr: 1e-3, eps: 1e-4}").folder.name)
-    for key, tensor in expected.items():
-        assert float((tensor - got[key]).abs().max()) <= 1e-5 * float(tensor.abs().max()), key
+    assert_near(expected, got)
     assert any(not torch.equal(plain[key], tensor) for key, tensor in expected.items())
 
 
 def test_averages_are_validated_resumed_on_another_mesh_and_exported(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    average = ("averages={ema: {decay: 0.5}, mean: {power: 0, after: 1, device: cpu}}", "validation.weights=ema",
-               f"data.paths=[{folder / 'text.txt'}]", "training.validate_every=2", "optimizer.lr=0.01", "schedule.name=constant")  # fmt: skip
-    whole = small(folder, f"output={folder / 'ema-whole'}", *average, "training.steps=4")
-    assert launch(whole, 1, quiet=True) == 0
+    average = ["averages={ema: {decay: 0.5}, mean: {power: 0, after: 1, device: cpu}}", "validation.weights=ema"]
+    average += ["training.validate_every=2", "optimizer.lr=0.01", "schedule.name=constant"]
+    whole = train(small(folder, "ema-whole", *average, "training.steps=4"))
     for steps, ranks, mesh in ((2, 1, ""), (4, 2, "tp=2")):
-        part = small(folder, f"output={folder / 'ema-parts'}", *average, f"training.steps={steps}", f"mesh={mesh!r}")
-        assert launch(part, ranks, quiet=True) == 0
+        part = train(small(folder, "ema-parts", *average, f"training.steps={steps}", f"mesh={mesh!r}"), ranks)
     exports = {}
     for run_, weights_ in (("ema-whole", "ema"), ("ema-parts", "ema"), ("ema-parts", "mean"), ("ema-parts", "trained")):
         exported = export_run(folder / run_, folder / f"{run_}-{weights_}", weights=weights_)
@@ -447,19 +419,12 @@ def test_averages_are_validated_resumed_on_another_mesh_and_exported(folder: Pat
     first = next(iter(exports["ema-parts", "ema"]))
     assert not torch.equal(exports["ema-parts", "ema"][first], exports["ema-parts", "trained"][first])
     assert not torch.equal(exports["ema-parts", "ema"][first], exports["ema-parts", "mean"][first])
-    losses = [
-        [
-            json.loads(line)["val/loss"]
-            for line in (folder / run_ / "metrics.jsonl").read_text().splitlines()
-            if "val/loss" in line
-        ]
-        for run_ in ("ema-whole", "ema-parts")
-    ]
-    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-5)
+    expected, got = (losses(recipe, "val/loss") for recipe in (whole, part))
+    assert len(expected) == 2 and expected == pytest.approx(got, abs=1e-5)
     with pytest.raises(CheckpointError, match="step 4: there is no average 'averaged': there are ema, mean; name one"):
         export_run(folder / "ema-parts", folder / "none", weights="averaged")
     with pytest.raises(RecipeError, match=r"validation\.weights: there is no average 'averaged'"):
-        small(folder, "averages={}", "validation.weights=averaged")
+        small(folder, "none", "averages={}", "validation.weights=averaged")
 
 
 def test_weights_of_an_export_are_a_beginning(folder: Path) -> None:
@@ -467,33 +432,25 @@ def test_weights_of_an_export_are_a_beginning(folder: Path) -> None:
         pytest.skip("needs the run of another test")
     export_run(folder / "first", folder / "first-export", overwrite=True)
     config = f"model={{kind: huggingface, config: {folder / 'first-export'}, weights: {folder / 'first-export'}}}"
-    tuned = small(
-        folder, f"output={folder / 'tuned'}", f"data.paths=[{folder / 'text.txt'}]", config, "optimizer.lr=1e-9"
-    )
-    assert launch(tuned, 1, quiet=True) == 0
+    train(small(folder, "tuned", config, "optimizer.lr=1e-9"))
     expected, got = weights(folder, "first"), weights(folder, "tuned")
     assert sorted(expected) == sorted(got)
     assert all(float((expected[name] - got[name]).abs().max()) < 1e-5 for name in expected)
 
 
 def test_an_imported_model_is_a_beginning_in_the_runs_folder_and_elsewhere(folder: Path) -> None:
-    paths = f"data.paths=[{folder / 'text.txt'}]"
-    assert launch(small(folder, f"output={folder / 'source'}", paths), 1, quiet=True) == 0
+    train(small(folder, "source"))
     expected = weights(folder, "source")
 
     def imported(to: str, *options: str) -> None:
-        words = [
-            "import", str(folder / "source-export"), str(folder / to / "checkpoints"), "--dtype", "bfloat16",
-            *options,
-        ]  # fmt: skip
-        done = CliRunner().invoke(app, words)
+        words = ["import", str(folder / "source-export"), str(folder / to / "checkpoints"), "--dtype", "bfloat16"]
+        done = CliRunner().invoke(app, [*words, *options])
         assert done.exit_code == 0, done.output
 
     imported("own")
     imported("imported", "--step", "7")
     for name, resume in (("own", "auto"), ("elsewhere", folder / "imported")):
-        recipe = small(folder, f"output={folder / name}", paths, f"checkpoint.resume={resume}", "optimizer.lr=1e-9")
-        assert launch(recipe, 1, quiet=True) == 0
+        recipe = train(small(folder, name, f"checkpoint.resume={resume}", "optimizer.lr=1e-9"))
         assert len(losses(recipe)) == 3, "from step 0"
         got = weights(folder, name)
         assert all(float((got[name] - expected[name].bfloat16().float()).abs().max()) < 1e-6 for name in expected)
@@ -518,59 +475,50 @@ def test_two_jobs_run_one_after_another_in_the_ranks_of_one_torchrun(folder: Pat
     assert (folder / "two-2" / "checkpoints" / "step-00000002").is_dir()
 
 
+def by_command(*overrides: str) -> Any:
+    """Train one rank by the command in this folder, on a.txt and b.txt."""
+    Path("job.yaml").write_text(RECIPE)
+    for name in ("a.txt", "b.txt"):
+        if not Path(name).exists():
+            Path(name).write_text(text(200))
+    wanted = ["data.paths=[a.txt, b.txt]", "mesh=''", "passes=[]", *overrides]
+    return CliRunner().invoke(app, ["train", "job.yaml", "--quiet", *wanted])
+
+
 def test_a_resume_with_other_data_or_another_batch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("job.yaml").write_text(RECIPE)
-    Path("text.txt").write_text(text(400))
-
-    def train(*overrides: str) -> Any:
-        wanted = ["data.paths=[text.txt]", "mesh=''", "passes=[]", *overrides]
-        return CliRunner().invoke(app, ["train", "job.yaml", "--quiet", *wanted])
-
-    assert train("training.steps=2").exit_code == 0
+    assert by_command("training.steps=2").exit_code == 0
     kept = Path("runs/job/recipe.yaml").read_bytes()
-    assert train("training.steps=2", "training.log_every=2").exit_code == 0
+    assert by_command("training.steps=2", "training.log_every=2").exit_code == 0
     assert Path("runs/job/recipe.yaml").read_bytes() == kept, "a complete run keeps the recipe that made it"
-    assert "WARNING" not in train("training.steps=3", "data.micro_batch=2", "data.accumulate=4").stderr
-    done = train("training.steps=4", "data.micro_batch=2")
+    assert "WARNING" not in by_command("training.steps=3", "data.micro_batch=2", "data.accumulate=4").stderr
+    done = by_command("training.steps=4", "data.micro_batch=2")
     assert "WARNING: a step had 8 samples before and has 4 from now on, on 1 data ranks" in done.stderr
-    assert (
-        "to keep it, set data.micro_batch=2 data.accumulate=4; the 1 steps that are left of training.steps have 4 "
-        "samples" in done.stderr
-    )
-    with Path("text.txt").open("a") as file:
+    kept = "to keep it, set data.micro_batch=2 data.accumulate=4; the 1 steps that are left of training.steps have 4"
+    assert kept in done.stderr
+    with Path("b.txt").open("a") as file:  # which is trained on, as a.txt is for validation
         file.write("more\n")
-    other = train("training.steps=5")
+    other = by_command("training.steps=5")
     assert other.exit_code == 78
-    assert re.search(
-        r"data: the checkpoint .* was saved with other data: text.txt has changed \(it had [\d,]+ bytes and has",
-        other.stderr,
-    )
+    assert re.search(r"data: the checkpoint .* other data: b.txt has changed \(it had [\d,]+ bytes", other.stderr)
 
 
 def test_an_epoch_that_began_on_one_rank_ends_on_two(folder: Path) -> None:
     """Each sample has the learning rate that it has in a run without a stop."""
-    epoch = [
-        "mesh=''", "passes=[]", "training.steps=null", "training.epochs=1", "data.micro_batch=8",
-        "schedule.warmup_steps=60",
-    ]  # fmt: skip
+    epoch = ["mesh=''", "passes=[]", "training.steps=null", "training.epochs=1", "data.micro_batch=8"]
+    epoch += ["schedule.warmup_steps=60"]
     with running(folder, "grown", *epoch, until_step=20) as process:
         process.send_signal(signal.SIGTERM)
         rest = rest_of(process)
         assert process.returncode == 128 + signal.SIGTERM, rest
-    records = metrics(folder / "grown")
-    begun = len(records)
-    assert [record["step"] for record in records] == list(range(1, begun + 1)) and begun < 60
+    begun = len(metrics(folder / "grown"))
+    assert [record["step"] for record in metrics(folder / "grown")] == list(range(1, begun + 1)) and begun < 60
     grown = run(folder, "grown", *epoch, "mesh=dp_shard=2", "passes=null")
-    left, size = (
-        len(metrics(folder / "grown")) - begun,
-        int(re.findall(r"cosine over (\d+) steps of 16 samples", grown)[0]),
-    )
+    left = len(metrics(folder / "grown")) - begun
+    size = int(re.findall(r"cosine over (\d+) steps of 16 samples", grown)[0])
     assert left == math.ceil((size - begun) / 2)
-    assert (
-        "WARNING: a step had 16 samples before and has 32 from now on, on 2 data ranks; to keep it, set "
-        "data.micro_batch=8 data" in grown
-    )
+    assert "WARNING: a step had 16 samples before and has 32 from now on, on 2 data ranks; to keep it, set" in grown
+    assert "data.micro_batch=8 data" in grown
     assert f"; {left} steps are left instead of {size - begun}, and the learning rate follows the samples" in grown
     assert f"step {begun + left}/{begun + left}  loss" in grown
     schedule = Schedule(lr=1e-3, warmup_steps=60).over(size)
@@ -582,45 +530,32 @@ def test_an_epoch_that_began_on_one_rank_ends_on_two(folder: Path) -> None:
     assert "resuming" not in done.stderr
 
 
+def records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
 def metrics(output: Path) -> list[dict[str, Any]]:
     """Return the records of steps."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "train/loss" in line]
+    return [record for record in records(output) if "train/loss" in record]
 
 
-def test_a_run_of_joined_documents_goes_on_with_separate_ones_only_if_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_joined_documents_goes_on_with_separate_ones_only_if_told(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("job.yaml").write_text(RECIPE)
-    for name in ("a.txt", "b.txt"):
-        Path(name).write_text(text(200))
-
-    def train(*overrides: str) -> Any:
-        wanted = ["data.paths=[a.txt, b.txt]", "mesh=''", "passes=[]", *overrides]
-        return CliRunner().invoke(app, ["train", "job.yaml", "--quiet", *wanted])
-
-    assert train("training.steps=2", "data.documents=joined").exit_code == 0
-    refused = train("training.steps=3")
+    assert by_command("training.steps=2", "data.documents=joined").exit_code == 0
+    refused = by_command("training.steps=3")
     assert refused.exit_code == 78
-    assert (
-        "data.documents was 'joined' and is 'separate'; restore the files and settings that changed, set "
-        "checkpoint.allow: [data.documents]" in refused.stderr
-    )
-    done = train("training.steps=3", "checkpoint.allow=[data.documents]")
+    assert "data.documents was 'joined' and is 'separate'; restore the files and settings" in refused.stderr
+    assert "set checkpoint.allow: [data.documents]" in refused.stderr
+    done = by_command("training.steps=3", "checkpoint.allow=[data.documents]")
     assert done.exit_code == 0, done.stderr
-    assert train("training.steps=4").exit_code == 0, "from here on the run's documents are separate"
+    assert by_command("training.steps=4").exit_code == 0, "from here on the run's documents are separate"
     with Path("a.txt").open("a") as file:
         file.write("more\n")
-    assert (
-        "a.txt has changed"
-        in train("training.steps=5", "data.documents=joined", "checkpoint.allow=[data.documents]").stderr
-    )
+    allowed = ["data.documents=joined", "checkpoint.allow=[data.documents]"]
+    assert "a.txt has changed" in by_command("training.steps=5", *allowed).stderr
 
 
-def test_a_mixture_with_conversations_trains_resumes_and_reports_each_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixture_with_conversations_trains_resumes_and_reports_each_source(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     said = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This one."}]
     Path("chat.jsonl").write_text("".join(json.dumps({"messages": said, "n": place}) + "\n" for place in range(60)))
@@ -634,14 +569,13 @@ def test_a_mixture_with_conversations_trains_resumes_and_reports_each_source(
         + "training: {steps: 6, log_every: 1, validate_every: 3, tensorboard: false}\n"
     )
 
-    def train(*overrides: str, mesh: str = "dp_shard=2") -> list[dict[str, float]]:
+    def mixed(*overrides: str, mesh: str = "dp_shard=2") -> Recipe:
         recipe = load_recipe("job.yaml", [f"mesh='{mesh}'", "passes=auto", *overrides])
-        assert launch(recipe, 2 if mesh else 1, quiet=True) == 0
-        return [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
+        return train(recipe, 2 if mesh else 1)
 
-    whole = train("output=whole", "checkpoint.every=3")
-    train("output=parts", "training.steps=3", "schedule.steps=6")
-    parts = train("output=parts", "data.micro_batch=4", mesh="")
+    whole = mixed("output=whole", "checkpoint.every=3")
+    mixed("output=parts", "training.steps=3", "schedule.steps=6")
+    parts = mixed("output=parts", "data.micro_batch=4", mesh="")
     for name in ("train/loss/prose", "train/loss/talk", "val/loss/prose", "val/loss/talk"):
-        have, want = ([record[name] for record in records if name in record] for records in (parts, whole))
+        have, want = (losses(recipe, name) for recipe in (parts, whole))
         assert want and have == pytest.approx(want, rel=1e-4), name

@@ -83,9 +83,7 @@ def test_the_end_that_counts(replica: Replica, codes: tuple[int, ...], verdict: 
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_all_hear_of_a_lost_node_and_go_on_when_it_is_back(
-    replica: Replica, lost: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_all_hear_of_a_lost_node_and_go_on_when_it_is_back(replica, lost, capfd) -> None:
     replica.gather()
     gone = replica.meetings.pop(lost)
     for link in gone._links.values():  # as the kernel does for a killed process
@@ -150,9 +148,7 @@ def test_an_address_of_an_earlier_run_is_left_for_the_new_one(tmp_path: Path) ->
     leave(first, second)
 
 
-def test_a_second_process_with_the_number_of_a_node_takes_its_place(
-    replica: Replica, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_process_with_the_number_of_a_node_takes_its_place(replica, capfd) -> None:
     replica.gather()
     twin = replica.node(2)
     with ThreadPoolExecutor() as pool:

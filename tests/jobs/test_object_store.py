@@ -59,10 +59,7 @@ obstore = pytest.importorskip("obstore", reason="the extra object-store is not i
 def parallel(mesh: str, seed: int) -> meshpar.Parallelized:
     with torch.device("meta"):
         model = Transformer(TransformerConfig(vocab_size=96, dim=32, layers=2, heads=2, hidden=64, max_positions=16))
-    passes = [
-        *([meshpar.TensorParallel()] if "tp" in mesh else []),
-        *([meshpar.FullyShard()] if "dp_shard" in mesh else []),
-    ]
+    passes = [meshpar.TensorParallel()] if "tp" in mesh else [meshpar.FullyShard()]
     return meshpar.Plan(mesh, passes).apply(model, device_type="cpu").materialize(seed=seed)
 
 
@@ -97,15 +94,8 @@ def restore_both(store: Store, roots: list[str], mesh: str) -> None:
         optimizer = torch.optim.AdamW(par.module.parameters())
         restored = CheckpointManager(root).restore(par, optimizer, verify="full")
         assert restored.extra == {"step": 3}
-        found.append(
-            [
-                par.full_state_dict() if hasattr(par, "full_state_dict") else par.module.state_dict(),
-                optimizer.state_dict(),
-            ]
-        )
-    for left, right in zip(found[0][0].values(), found[1][0].values()):
-        left, right = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in (left, right))
-        assert torch.equal(left, right)
+        found.append(par.state_dict(full=True, everywhere=True))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 @pytest.mark.parametrize("store", ["s3", "az", "gs"], indirect=True)
@@ -139,19 +129,15 @@ checkpoint: {every: 2, keep: 2, best: val/loss}
 
 
 def meshpar_in(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "meshpar.launchers", *words], cwd=folder, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "meshpar.launchers", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def losses(file: Path) -> list[tuple[int, float]]:
-    return [
-        (row["step"], row["train/loss"])
-        for row in map(json.loads, file.read_text().splitlines())
-        if "train/loss" in row
-    ]
+    rows = map(json.loads, file.read_text().splitlines())
+    return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
 
 
 def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket, tmp_path, monkeypatch):
@@ -163,20 +149,16 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
     urls = (*train, f"data.paths=[{bucket}/data/text.txt]", f"output={run}")
     meshpar_in(tmp_path, *urls, "training.steps=4")
     shutil.rmtree(tmp_path / "runs")  # another machine goes on
-    assert f"resuming after step 4 from {run}/checkpoints/step-00000004" in meshpar_in(
-        tmp_path, *urls, "training.steps=8"
-    )
+    resumed = meshpar_in(tmp_path, *urls, "training.steps=8")
+    assert f"resuming after step 4 from {run}/checkpoints/step-00000004" in resumed
     local = tmp_path / "runs" / Path(run.replace("://", "/"))
     assert losses(local / "metrics.jsonl") == losses(tmp_path / "disk" / "metrics.jsonl")
     assert len(losses(local / "metrics.jsonl")) == 8
-    assert (local / "metrics.jsonl").read_bytes() == place(f"{run}/metrics.jsonl").read_small(), (
-        "nothing is on this machine alone"
-    )
+    # nothing is on this machine alone
+    assert (local / "metrics.jsonl").read_bytes() == place(f"{run}/metrics.jsonl").read_small()
     monkeypatch.chdir(tmp_path)
-    whole, recipe = (
-        (local / "metrics.jsonl").read_text(),
-        load_recipe("job.yaml", [f"output={run}", "training.steps=8", "data.paths=[text.txt]"]),
-    )
+    whole = (local / "metrics.jsonl").read_text()
+    recipe = load_recipe("job.yaml", [f"output={run}", "training.steps=8", "data.paths=[text.txt]"])
     for here, aside in (("first\n" + whole[:300], "first\n" + whole[:300].splitlines()[-1]), (whole + "newer\n", "")):
         (local / "metrics.jsonl").write_text(here)
         (local / "metrics.abandoned.jsonl").write_text("")
@@ -192,18 +174,13 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
     refused = CliRunner().invoke(app, ["export", run, "pushed", "--push", "me/model"])
     assert "--watch, --push and --measure work on a disk; export without them" in refused.stderr
     for words, said in (
-        ("ls", "val/loss"),
-        ("verify", "is whole"),
-        ("pin", "is pinned"),
-        ("rm", "is pinned"),
-        ("prune", "6, 8"),
-    ):
+        ("ls", "val/loss"), ("verify", "is whole"), ("pin", "is pinned"), ("rm", "is pinned"), ("prune", "6, 8"),
+    ):  # fmt: skip
         options = ["--keep", "1", "--best", "val/loss"] if words == "prune" else []
         target = f"{run}/checkpoints/step-00000006" if words in ("pin", "rm") else run
         assert said in CliRunner().invoke(app, ["checkpoints", words, target, *options]).output, words
-    assert not [
-        path for path in tmp_path.rglob("*") if path.is_file() and object_store.SECRET.encode() in path.read_bytes()
-    ]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if object_store.SECRET.encode() in path.read_bytes()]
     same = f"{bucket}/imported"
     import_safetensors(f"{bucket}/hf", same)
     published, ours = Safetensors(f"{bucket}/hf"), DistributedCheckpoint(open_step(same), prefix="model.")
@@ -225,10 +202,10 @@ def test_what_other_libraries_read_and_write_is_read_and_written_at_urls_as_on_a
         TorchWeights(f"{bucket}/absent.pt")
     with meshpar.distributed("cpu"):
         par = parallel("dp_shard=1", seed=0)
-        dead, living = (
-            place(f"{bucket}/.hf/module.tmp-{host}-4194304-0123456789abcdef/step-00000000")
-            for host in (host_name(), "elsewhere")
+        folders = (
+            f".hf/module.tmp-{host}-4194304-0123456789abcdef/step-00000000" for host in (host_name(), "elsewhere")
         )
+        dead, living = (place(f"{bucket}/{folder}") for folder in folders)
         for folder in (dead, living):
             (folder / "x").write_durably(b"")
         for home in (tmp_path, place(bucket)):
@@ -238,9 +215,8 @@ def test_what_other_libraries_read_and_write_is_read_and_written_at_urls_as_on_a
         for name in ("hf/model.safetensors", "hf/config.json", "gguf/model-f16.gguf"):
             stored = functools.reduce(lambda folder, part: folder / part, name.split("/"), place(bucket))
             assert stored.read_small() == (tmp_path / name).read_bytes(), name
-        assert {path.name for path in place(f"{bucket}/hf").iterdir()} == {
-            path.name for path in (tmp_path / "hf").iterdir()
-        }
+        stored, local = ({path.name for path in home.iterdir()} for home in (place(f"{bucket}/hf"), tmp_path / "hf"))
+        assert stored == local
         assert [path.name for path in place(f"{bucket}/.hf").iterdir()] == [living.parent.name]
         with pytest.raises(CheckpointError, match="already exists and is not empty"):
             export_module(par, f"{bucket}/hf")
@@ -326,9 +302,8 @@ def test_a_deposed_writer_commits_nothing(bucket, when, monkeypatch):
 
 
 def test_a_save_that_stages_to_a_disk_uploads_beside_training_and_leaves_nothing(bucket, tmp_path):
-    dead, replaced = (
-        tmp_path / f"step-00000007.{kind}-{host_name()}-4194304-0123456789abcdef" for kind in ("tmp", "old")
-    )
+    names = (f"step-00000007.{kind}-{host_name()}-4194304-0123456789abcdef" for kind in ("tmp", "old"))
+    dead, replaced = (tmp_path / name for name in names)
     dead.mkdir()
     replaced.mkdir()
     with CheckpointManager(f"{bucket}/run", async_=True, staging=tmp_path) as manager:
@@ -341,18 +316,16 @@ def test_a_save_that_stages_to_a_disk_uploads_beside_training_and_leaves_nothing
                 for parameter in module.parameters():
                     parameter.add_(1.0)  # while the files of the step before are uploaded
     assert [value_of(place(f"{bucket}/run/step-{step:08d}")) for step in (1, 2)] == [1.0, 2.0]
-    assert list(tmp_path.iterdir()) == [replaced], (
-        "a step that may be the only one; neither this job's files nor those of a dead one"
-    )
+    # a step that may be the only one; neither this job's files nor those of a dead one
+    assert list(tmp_path.iterdir()) == [replaced]
 
 
 def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket, monkeypatch):
     root, job = place(f"{bucket}/run"), Job(Filled(1.0))
     CheckpointManager(root).save(1, job)
     for step, host, process in ((1, host_name(), 1 << 22), (2, host_name(), 1 << 22), (2, "elsewhere", 7)):
-        (
-            root / f"step-{step:08d}" / f"step-{step:08d}.tmp-{host}-{process}-0123456789abcdef" / "__0_0.distcp"
-        ).write_durably(b"half")
+        leftover = f"step-{step:08d}.tmp-{host}-{process}-0123456789abcdef"
+        (root / f"step-{step:08d}" / leftover / "__0_0.distcp").write_durably(b"half")
     assert list_steps(root).count("of a save or a removal") == 3
     with monkeypatch.context() as context:
         now = time.time() + 7 * 3600
@@ -371,10 +344,8 @@ def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket, mon
 
 
 FAULTS = int(os.environ.get("MESHPAR_FAULTS", "10"))
-LANES, BOUND_S = (
-    max(1, min(8, FAULTS // 15)),
-    360.0,
-)  # of one operation: three attempts of 90 s, and 30 s of silence each
+LANES = max(1, min(8, FAULTS // 15))
+BOUND_S = 360.0  # of one operation: three attempts of 90 s, and 30 s of silence each
 
 
 class Drawn(torch.nn.Module):
@@ -390,10 +361,8 @@ def last_good(root: Place, committed: int) -> int:
     """Assert that the newest step restores bit for bit, and that it is none before ``committed``; return it."""
     job = Job(Drawn(0))
     step = CheckpointManager(root).restore(job, random=False).step
-    right = Drawn(step).state_dict()
-    assert step >= committed and all(
-        torch.equal(tensor, right[name]) for name, tensor in job.module.state_dict().items()
-    ), (step, committed)
+    right, state = Drawn(step).state_dict(), job.module.state_dict()
+    assert step >= committed and all(torch.equal(state[name], right[name]) for name in state), (step, committed)
     return step
 
 
@@ -423,18 +392,14 @@ def under_failures(
             if committed or ended:
                 newest = last_good(root, step if name == "save" and ended else committed)
                 committed = max(committed, newest)
-            if (
-                name == "export" and (hf / "config.json").is_file()
-            ):  # this export, or the one before that could not be replaced
+            # this export, or the one before that could not be replaced
+            if name == "export" and (hf / "config.json").is_file():
                 source = Safetensors(hf)
                 whole = {key: torch.empty(shape) for key, shape in source.shapes().items()}
                 for key, out in whole.items():
                     source.read(key, (), out)
-                fits = [
-                    place_
-                    for place_ in {newest, exported}
-                    if all(torch.equal(whole[key], w) for key, w in Drawn(place_).state_dict().items())
-                ]
+                states = {at: Drawn(at).state_dict() for at in {newest, exported}}
+                fits = [at for at in states if all(torch.equal(whole[key], w) for key, w in states[at].items())]
                 assert fits == [newest] if ended else fits, (fits, newest, exported)
                 exported = fits[0]
     raise AssertionError
@@ -445,9 +410,8 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
     faults, long = object_store.FAULTS, FAULTS > 100
     if not long:
         monkeypatch.setattr(objects, "CLIENT", {**objects.CLIENT, "read_timeout": timedelta(seconds=3)})
-        monkeypatch.setattr(
-            objects, "RETRY", {**objects.RETRY, "max_retries": 3, "retry_timeout": timedelta(seconds=20)}
-        )
+        retry = {**objects.RETRY, "max_retries": 3, "retry_timeout": timedelta(seconds=20)}
+        monkeypatch.setattr(objects, "RETRY", retry)
     monkeypatch.setattr(objects, "_UPLOAD_BYTES", 5 << 20)  # the least that S3 takes: two pieces of a file
     monkeypatch.setattr(objects, "_PIECE_BYTES", 1 << 20)
     seed, lanes = int(os.environ.get("MESHPAR_FAULTS_SEED", "0")), []
@@ -460,12 +424,9 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
                 context.setenv(name, value)
             objects._store(root.root, os.getpid())  # opened with this environment
         lanes.append((root, proxy))
+    rate, each = 0.12 if long else 0.06, -(-FAULTS // LANES)
     with ThreadPoolExecutor(LANES) as pool:
-        found = list(
-            itertools.chain(
-                *pool.map(lambda lane: under_failures(*lane, 0.12 if long else 0.06, -(-FAULTS // LANES)), lanes)
-            )
-        )
+        found = list(itertools.chain(*pool.map(lambda lane: under_failures(*lane, rate, each), lanes)))
     for _, proxy in lanes:
         proxy.close()
     objects._store.cache_clear()
@@ -474,10 +435,8 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
         good, bad = (sum(injected[fault] for _, ended, injected, _ in found if ended is well) for well in (True, False))
         table.append(f"{fault:12} {good + bad:8}  {good:29}  {bad:11}")
     counts, longest = Counter((name, ended) for name, ended, _, _ in found), max(seconds for *_, seconds in found)
-    ends = ", ".join(
-        f"{name} {counts[name, True]} well and {counts[name, False]} in an error"
-        for name in ("save", "restore", "export")
-    )
+    names = ("save", "restore", "export")
+    ends = ", ".join(f"{name} {counts[name, True]} well and {counts[name, False]} in an error" for name in names)
     failures = sum(injected.total() for _, _, injected, _ in found)
     print("\n".join([*table, f"{failures} failures: {ends}; the longest {longest:.1f} s"]))  # noqa: T201
     assert longest < BOUND_S and sum(count for (_, ended), count in counts.items() if ended) > 1
@@ -505,9 +464,8 @@ def test_damage_in_a_store_is_found_named_and_passed_over(bucket, damage):
     assert all((parameter == 1.0).all() for parameter in job.module.parameters())
     manager.save(2, Job(Filled(2.0)), replace=True)
     assert value_of(newer) == 2.0
-    if (
-        damage != "manifest cut"
-    ):  # which folder was the step's is lost with it, so that its files stay until this process has ended
+    # which folder was the step's is lost with its manifest, so that its files stay until this process has ended
+    if damage != "manifest cut":
         assert len(list(newer.iterdir())) == 2
 
 
@@ -526,13 +484,8 @@ def test_a_store_that_refuses_is_no_damage_that_is_passed_over(store, bucket, mo
             store = obstore.store.from_url(bucket, client_options={"allow_http": True})
         return get(store, key, **options)
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(
-            StoreError,
-            match=r"__0_\d.distcp failed: the store answered 403 .*check the credentials in the store's usual environment",
-        ),
-    ):
+    message = r"__0_\d.distcp failed: the store answered 403 .*check the credentials in the store's usual environment"
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match=message):
         patch.setattr(obstore, "get", expired)
         manager.restore(Job(Filled(0.0)), fallback=True)
     assert manager.restore(Job(Filled(0.0)), fallback=True).step == 2, "with the right credentials"
@@ -547,14 +500,10 @@ def test_who_may_only_read_reads_and_is_told_that_nothing_was_deleted(bucket, mo
         monkeypatch.setenv(name, value)
     objects._store.cache_clear()
     assert "is whole" in verify_step(root)
-    for act in (
-        lambda: prune_steps(root, keep=1),
-        lambda: remove_step(root / "step-00000001"),
-        lambda: pin_step(root / "step-00000001"),
-    ):
-        with pytest.raises(
-            StoreError, match=r"/step-00000001/.*AccessDenied.*check the credentials in the store's usual environment"
-        ):
+    first = root / "step-00000001"
+    for act in (lambda: prune_steps(root, keep=1), lambda: remove_step(first), lambda: pin_step(first)):
+        message = r"/step-00000001/.*AccessDenied.*check the credentials in the store's usual environment"
+        with pytest.raises(StoreError, match=message):
             act()
     assert CheckpointManager(root).steps() == [1, 2]
     objects._store.cache_clear()
@@ -572,9 +521,8 @@ def test_missing_and_damaged_credentials_are_named_as_such(monkeypatch):
             CheckpointManager(url).steps()
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "someone")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "not base64")
-    with pytest.raises(
-        StoreError, match=r"Invalid Access Key: .*check the credentials in the store's usual environment"
-    ):
+    message = r"Invalid Access Key: .*check the credentials in the store's usual environment"
+    with pytest.raises(StoreError, match=message):
         CheckpointManager(urls[1]).steps()
 
 
@@ -593,9 +541,8 @@ def test_a_key_that_stores_or_disks_change_is_refused(key):
         place("s3:///run")
 
 
-def test_a_save_whose_program_ended_without_close_is_told_as_lost():
-    program, ways = (
-        """
+def test_a_save_whose_program_ended_without_close_is_told_as_lost(tmp_path):
+    program = """
 import time
 from concurrent.futures import ThreadPoolExecutor
 from torch import nn
@@ -603,12 +550,13 @@ from meshpar.checkpoints.steps.background import Background
 work = [lambda: time.sleep(0.5), lambda: ThreadPoolExecutor(1).submit(print)]
 background = Background()
 background.start(*work, trains=True, module=nn.Linear(1, 1), what="a save")
-""",
-        ("", "background.close()"),
-    )
-    lost, closed = (
-        subprocess.run([sys.executable, "-c", program + way], capture_output=True, text=True) for way in ways
-    )
+"""
+    ended = []
+    for way in ("", "background.close()"):
+        (tmp_path / "script.py").write_text(program + way)
+        command = [sys.executable, "-m", "tests.support.script", str(tmp_path / "script.py")]
+        ended.append(subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2]))
+    lost, closed = ended
     assert "save in the background is lost" in lost.stderr and "call close()" in lost.stderr
     assert closed.returncode == 0 and not closed.stderr
 
@@ -640,9 +588,8 @@ def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_chang
     (data / "tokens.bin").write_durably(b"others")
     assert fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others"
     assert tokens.read_text() == "tokens.bin"
-    assert (fetched(place(bucket), tmp_path) / "data" / "folder" / "a.txt").read_text() == "folder/a.txt", (
-        "a bucket alone"
-    )
+    # a bucket alone
+    assert (fetched(place(bucket), tmp_path) / "data" / "folder" / "a.txt").read_text() == "folder/a.txt"
     with pytest.raises(CheckpointError, match=f"there is no {bucket}/data/absent$"):
         fetched(data / "absent", tmp_path)
     with pytest.raises(CheckpointError, match="a URL is no pattern"):

@@ -43,42 +43,28 @@ def test_a_job_profiles_itself_and_trains_as_without(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(RECIPE)
     losses = {}
     for name, profile in {"with": "on", "without": "off"}.items():
-        more = [
-            f"output={tmp_path / name}",
-            f"data.paths=[{tmp_path / 'text.txt'}]",
-            f"data.cache={tmp_path / 'cache'}",
-            f"profile={profile}",
-        ]
+        more = [f"output={tmp_path / name}", f"data.paths=[{tmp_path / 'text.txt'}]"]
+        more += [f"data.cache={tmp_path / 'cache'}", f"profile={profile}"]
         command = [sys.executable, "-m", "meshpar.launchers", "train", str(tmp_path / "job.yaml"), *more, "--quiet"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=150)
         assert done.returncode == 0, done.stderr
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [record["train/loss"] for record in records if "train/loss" in record]
     few = [*more, f"output={tmp_path / 'with'}", "profile=on", "training.steps=10"]  # of which 9 are done
-    done = subprocess.run(
-        [*command[:4], str(tmp_path / "job.yaml"), *few], capture_output=True, text=True, timeout=150, check=True
-    )
+    command = [*command[:4], str(tmp_path / "job.yaml"), *few]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     assert "no profile: it requires 8 steps, and 1 are left" in done.stderr
     assert losses["with"] == losses["without"] and len(losses["with"]) == 9
     assert not (tmp_path / "without" / "profile").exists()
     trace = json.loads((tmp_path / "with" / "profile" / "trace.json").read_text())
-    assert (
-        sum(traceevent.get("name") == "data" for traceevent in trace["traceEvents"] if traceevent.get("ph") == "X") == 3
-    )
+    spans = [event.get("name") for event in trace["traceEvents"] if event.get("ph") == "X"]
+    assert spans.count("data") == 3
     page = (tmp_path / "with" / "profile" / "summary.md").read_text()
-    for wanted in (
-        "compute",
-        "exposed communication, dp_shard",
-        "waiting for data",
-        "gaps",
-        "| 1 |",
-        "What it suggests",
-    ):
-        assert wanted in page, page
+    names = ("compute", "exposed communication, dp_shard", "waiting for data", "gaps", "| 1 |", "What it suggests")
+    assert all(name in page for name in names), page
     # Adam's two moments, half of them here: the recorder counts what is there.
-    sizes = {
-        name: float(size) for name, size in re.findall(r"^\| (\w[\w ]*) \| ([\d.]+) \| \d+% \|$", page, re.MULTILINE)
-    }
+    rows = re.findall(r"^\| (\w[\w ]*) \| ([\d.]+) \| \d+% \|$", page, re.MULTILINE)
+    sizes = {name: float(size) for name, size in rows}
     assert sizes["optimizer"] == pytest.approx(2 * sizes["parameters"], rel=0.1) and sizes["activations"] > 0, page
 
 

@@ -11,10 +11,8 @@ from typer.testing import CliRunner
 
 from meshpar.launchers.cli import app
 
-SMALL = [
-    "model.dim=32", "model.layers=2", "model.heads=2", "model.hidden=64", "data.vocab_size=300",
-    "data.sequence_length=64",
-]  # fmt: skip
+SMALL = ["model.dim=32", "model.layers=2", "model.heads=2", "model.hidden=64"]
+SMALL += ["data.vocab_size=300", "data.sequence_length=64"]
 
 
 def source(folder: Path) -> str:
@@ -25,10 +23,8 @@ def source(folder: Path) -> str:
 
 def test_the_quickstart_trains_resumes_elsewhere_exports_and_completes(tmp_path: Path) -> None:
     out = tmp_path / "quick"
-    command = [
-        sys.executable, "-m", "meshpar.launchers", "quickstart", "--mesh", "hsdp", "--out", str(out), "--minutes",
-        "0.1",
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "meshpar.launchers", "quickstart", "--mesh", "hsdp"]
+    command += ["--out", str(out), "--minutes", "0.1"]
     small = [*SMALL, "data.source=files", source(tmp_path), "data.separator='\\n\\n\\n'"]
     done = subprocess.run([*command, *small], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
@@ -37,20 +33,15 @@ def test_the_quickstart_trains_resumes_elsewhere_exports_and_completes(tmp_path:
     assert "2  Resume from the checkpoint on another mesh, tp=2, to step 20" in output
     assert "step-00000018, saved on another mesh" in done.stderr
     fell = re.search(r"the training loss fell from ([\d.]+) to ([\d.]+)", output)
-    assert fell is not None
-    assert float(fell[2]) < float(fell[1])
+    assert fell is not None and float(fell[2]) < float(fell[1])
     differ = re.search(r"loaded as LlamaForCausalLM; .* by at most (\S+)\n", output)
-    assert differ is not None
-    assert float(differ[1]) < 1e-4
+    assert differ is not None and float(differ[1]) < 1e-4
     assert len(re.findall(r"(?m)^  .+ ».*$", output)) == 4
     assert f"tensorboard --logdir {out / 'tensorboard'}" in output
     for name in (
-        "checkpoints/latest",
-        "tokenizer/tokenizer.json",
-        "export/model.safetensors",
-        "export/tokenizer.json",
+        "checkpoints/latest", "tokenizer/tokenizer.json", "export/model.safetensors", "export/tokenizer.json",
         "recipe.yaml",
-    ):
+    ):  # fmt: skip
         assert (out / name).exists(), name
     assert list((out / "tensorboard").iterdir())
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]

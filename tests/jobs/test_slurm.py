@@ -68,10 +68,8 @@ def losses(folder: Path, output: str) -> list[float]:
 
 
 def submit(slurm: Slurm, folder: Path, output: str, *more: str) -> str:
-    options = [
-        "--nodes", "2", "--gpus-per-node", "0", "--nproc", "2", "-o", "cpus_per_task=2", "-o",
-        f"meshpar={folder}/meshpar", *more,
-    ]  # fmt: skip
+    options = ["--nodes", "2", "--gpus-per-node", "0", "--nproc", "2", "-o", "cpus_per_task=2"]
+    options += ["-o", f"meshpar={folder}/meshpar", *more]
     command = [*MESHPAR, "launch", "slurm", "job.yaml", f"output={output}", *options, "--submit"]
     done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -110,27 +108,18 @@ def assert_losses(folder: Path, output: str, expected: list[float]) -> None:
     assert worst <= 1e-5, f"losses differ by {worst}"
 
 
-def test_hybrid_sharding_on_two_nodes_trains_as_one_process_does(
-    slurm: Slurm, folder: Path, expected: list[float]
-) -> None:
+def test_hybrid_sharding_on_two_nodes_trains_as_one_process_does(slurm, folder, expected) -> None:
     job = submit(slurm, folder, "whole", "--mesh", "auto")
     slurm.wait(job)
     assert_losses(folder, "whole", expected)
     ranks = json.loads((folder / "whole" / "launches" / "001" / "mesh.json").read_text())["ranks"]
-    assert [(rank["node"], rank["dp_replicate"], rank["dp_shard"]) for rank in ranks] == [
-        (0, 0, 0),
-        (0, 0, 1),
-        (1, 1, 0),
-        (1, 1, 1),
-    ]
-    assert sorted(path.name for path in (folder / "whole" / "logs" / f"{job}-0").glob("*.log")) == [
-        f"rank-{n}.log" for n in range(4)
-    ]
+    places = [(rank["node"], rank["dp_replicate"], rank["dp_shard"]) for rank in ranks]
+    assert places == [(0, 0, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1)]
+    names = [path.name for path in (folder / "whole" / "logs" / f"{job}-0").glob("*.log")]
+    assert sorted(names) == [f"rank-{n}.log" for n in range(4)]
 
 
-def test_launched_jobs_are_listed_shown_and_cancelled(
-    slurm: Slurm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launched_jobs_are_listed_shown_and_cancelled(slurm, folder, monkeypatch) -> None:
     (folder / "sleep.py").write_text("import time\nprint('at work', flush=True)\ntime.sleep(600)\n")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
@@ -151,14 +140,10 @@ def test_launched_jobs_are_listed_shown_and_cancelled(
     until(lambda: states() == ["RUNNING", "PENDING"])
     first = "runs/sleep/launches/001"
     until(lambda: "at work" in "".join(path.read_text() for path in (folder / first).glob("slurm-*.out")))
-    printed = subprocess.run(
-        [*MESHPAR, "jobs", "logs", first], env=slurm.environment, capture_output=True, text=True, check=True
-    ).stdout
+    printed = subprocess.check_output([*MESHPAR, "jobs", "logs", first], env=slurm.environment, text=True)
     assert printed.endswith("at work\n")
-    assert (
-        re.search(r"^runs/sleep/launches/001: slurm \d+, RUNNING\n", output := jobs("jobs", "status", first))
-        and " on n" in output
-    )
+    output = jobs("jobs", "status", first)
+    assert re.search(r"^runs/sleep/launches/001: slurm \d+, RUNNING\n", output) and " on n" in output
     jobs("jobs", "cancel", "runs/sleep")  # the newest launch
     assert states() == ["RUNNING", "CANCELLED"]
     jobs("jobs", "cancel", first)
@@ -181,22 +166,17 @@ def disturbed(slurm: Slurm, folder: Path) -> dict[str, str]:
     return {"elastic": elastic, "killed": killed, "limited": limited}
 
 
-def test_a_worker_killed_in_mid_run_is_requeued_and_ends_as_if_it_had_not_been(
-    slurm: Slurm, folder: Path, disturbed: dict[str, str], expected: list[float]
-) -> None:
+def test_a_worker_killed_in_mid_run_is_requeued_and_ends_as_if_it_had_not_been(slurm, folder, disturbed, expected):
     done = slurm.wait(disturbed["killed"])
     assert done["Restarts"] == "1"
     errors = "".join(path.read_text() for path in (folder / "killed" / "logs").glob("*/rank-*.error.json"))
-    assert "was ended by SIGKILL" in output_of(folder, "killed") + errors, (
-        "srun may end the step before the launcher tells it"
-    )
+    # srun may end the step before the launcher tells it
+    assert "was ended by SIGKILL" in output_of(folder, "killed") + errors
     assert "resuming after step" in output_of(folder, "killed")
     assert_losses(folder, "killed", expected)
 
 
-def test_the_signal_before_the_time_limit_saves_requeues_and_resumes(
-    slurm: Slurm, folder: Path, disturbed: dict[str, str], expected: list[float]
-) -> None:
+def test_the_signal_before_the_time_limit_saves_requeues_and_resumes(slurm, folder, disturbed, expected) -> None:
     done = slurm.wait(disturbed["limited"])
     assert done["Restarts"] == "1"
     text = output_of(folder, "limited")
@@ -205,15 +185,11 @@ def test_the_signal_before_the_time_limit_saves_requeues_and_resumes(
     assert_losses(folder, "limited", expected)
 
 
-def test_a_lost_node_shrinks_an_elastic_job_which_ends(
-    slurm: Slurm, folder: Path, disturbed: dict[str, str], expected: list[float]
-) -> None:
+def test_a_lost_node_shrinks_an_elastic_job_which_ends(slurm, folder, disturbed, expected) -> None:
     slurm.wait(disturbed["elastic"])
     text = output_of(folder, "elastic")
-    assert (
-        "2 of 4 ranks are left: mesh dp_replicate=1,dp_shard=2, a step of 4 x 2 a data rank instead of 2 x 2: 16 in "
-        "all as before" in text
-    )
+    assert "2 of 4 ranks are left: mesh dp_replicate=1,dp_shard=2, a step of 4 x 2 a data rank" in text
+    assert "instead of 2 x 2: 16 in all as before" in text
     assert_losses(folder, "elastic", expected)
 
 
@@ -231,24 +207,19 @@ def test_preflight_stops_a_job_before_it_trains(slurm: Slurm, folder: Path) -> N
 @pytest.mark.long
 def test_a_script_trains_on_two_nodes_as_in_one_process(slurm: Slurm, folder: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "own_loop.py"
-    alone = subprocess.run(
-        [sys.executable, script, "", "alone_script"], cwd=folder, check=True, capture_output=True, text=True
-    ).stdout
+    alone = subprocess.check_output([sys.executable, script, "", "alone_script"], cwd=folder, text=True)
     options = ["--nodes", "2", "--gpus-per-node", "0", "--nproc", "1", "-o", "cpus_per_task=2", "--submit"]
     command = [*MESHPAR, "launch", "slurm", str(script), *options, "--", "tp=2", str(folder / "script")]
     done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, check=True)
     slurm.wait(re.findall(r"Submitted batch job (\d+)", done.stdout)[0])
     output = "".join(path.read_text() for path in folder.glob("runs/own_loop/launches/*/slurm-*.out"))
-    numbers = [
-        [float(number) for number in re.findall(r"loss ([\d.]+), gradient norm", text)] for text in (alone, output)
-    ]
-    assert len(numbers[0]) == 3 and numbers[0] == pytest.approx(numbers[1], abs=2e-5), output
+    pattern = r"loss ([\d.]+), gradient norm"
+    want, got = ([float(number) for number in re.findall(pattern, text)] for text in (alone, output))
+    assert len(want) == 3 and want == pytest.approx(got, abs=2e-5), output
 
 
 @pytest.mark.long
-def test_the_second_task_of_an_array_goes_on_where_the_first_one_was_stopped(
-    slurm: Slurm, folder: Path, expected: list[float]
-) -> None:
+def test_the_second_task_of_an_array_goes_on_where_the_first_one_was_stopped(slurm, folder, expected) -> None:
     array = submit(slurm, folder, "array", "-o", "sbatch=--array=1-2%1")
     until(lambda: step_of(folder, "array") >= 7)
     slurm.call("scancel", "--batch", "--signal=USR1", f"{array}_1")
@@ -275,9 +246,7 @@ def test_failures_are_counted_up_to_the_budget(slurm: Slurm, folder: Path, expec
 
 
 @pytest.mark.long
-def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(
-    slurm: Slurm, folder: Path, expected: list[float]
-) -> None:
+def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(slurm, folder, expected) -> None:
     first, second = (submit(slurm, folder, "twice", "-o", f"partition={partition}") for partition in ("lab", "spare"))
     until(lambda: bool(re.search(r"is written by|is being written", output_of(folder, "twice"))))
     slurm.call("scancel", second)
@@ -290,15 +259,11 @@ def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(
     ("name", "more"),
     [
         ("replicas", ["passes=[{HybridShard: {optimizer: replica}}]", "-o", "partition=spare"]),
-        (
-            "replicas-wide",
-            ["--nodes", "4", "--nproc", "1", "-o", "partition=lab,spare"],
-        ),  # each of two nodes, of which the second is lost
+        # each of two nodes, of which the second is lost
+        ("replicas-wide", ["--nodes", "4", "--nproc", "1", "-o", "partition=lab,spare"]),
     ],
 )
-def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(
-    slurm: Slurm, folder: Path, name: str, more: list[str]
-) -> None:
+def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(slurm, folder, name, more) -> None:
     array = submit(slurm, folder, name, "training.steps=1200", "checkpoint.every=300", "--elastic", "replicas", *more)
     until(lambda: step_of(folder, name) >= 12)
     lost = slurm.call("scontrol", "show", "hostnames", slurm.job(f"{array}_1")["NodeList"]).split()[-1]
@@ -315,9 +280,7 @@ def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(
 
 
 @pytest.mark.long
-def test_replicas_go_on_from_a_checkpoint_where_the_node_of_their_lighthouse_is_lost(
-    slurm: Slurm, folder: Path
-) -> None:
+def test_replicas_go_on_from_a_checkpoint_where_the_node_of_their_lighthouse_is_lost(slurm, folder) -> None:
     options = ("training.steps=1200", "checkpoint.every=20", "--elastic", "replicas", "-o", "partition=spare")
     array = submit(slurm, folder, "lighthouse", *options)
     until(lambda: step_of(folder, "lighthouse") >= 42)

@@ -127,13 +127,10 @@ def test_a_profile_named_in_the_recipe_makes_a_real_forecast_on_a_cpu(tmp_path: 
 
 
 def made(seconds: float, peak_gib: float) -> Any:
-    return SimpleNamespace(
-        trace=SimpleNamespace(data_size=2),
-        batch=SimpleNamespace(tokens=500),
-        cost=SimpleNamespace(seconds=seconds),
-        memory=SimpleNamespace(peak=int(peak_gib * 2**30)),
-        hardware=SimpleNamespace(name="h100"),
-    )
+    peak = int(peak_gib * 2**30)
+    parts = {"trace": {"data_size": 2}, "batch": {"tokens": 500}, "hardware": {"name": "h100"}}
+    parts |= {"cost": {"seconds": seconds}, "memory": {"peak": peak}}
+    return SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in parts.items()})
 
 
 def test_forecast_and_fact_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,11 +199,8 @@ def test_a_pretrained_encoder_gets_a_new_head(tmp_path: Path) -> None:
     from meshpar import Plan
     from meshpar.launchers.jobs.models import with_weights
 
-    sizes = dict(
-        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    config = transformers.BertConfig(**sizes)
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "pretrained")
     source = transformers.BertForMaskedLM.from_pretrained(tmp_path / "pretrained").state_dict()
     new = ("classifier.*", "bert.pooler.dense.*")
@@ -222,15 +216,11 @@ def test_a_pretrained_encoder_gets_a_new_head(tmp_path: Path) -> None:
         with torch.device("meta"):
             other = transformers.BertForSequenceClassification(config)
         with pytest.raises(RecipeError, match=r"model.new: 'clasifier.\*' matches no parameter"):
-            with_weights(
-                Plan().apply(other),
-                SimpleNamespace(weights=tmp_path / "pretrained", new=("clasifier.*",), ignore=()),
-                0,
-            )
+            misspelt = SimpleNamespace(weights=tmp_path / "pretrained", new=("clasifier.*",), ignore=())
+            with_weights(Plan().apply(other), misspelt, 0)
     held = par.module.state_dict()
-    assert all(
-        torch.equal(held[name], source[name]) for name in held if not name.startswith(("classifier", "bert.pooler"))
-    )
+    read = [name for name in held if not name.startswith(("classifier", "bert.pooler"))]
+    assert all(torch.equal(held[name], source[name]) for name in read)
     assert float(held["classifier.weight"].std()) == pytest.approx(0.02, rel=0.5) and not held["classifier.bias"].any()
 
 

@@ -43,14 +43,11 @@ def rank_main(rank: int, port: int, mode: str, folder: str) -> None:
     torch.set_num_threads(1)
 
     def store() -> dist.TCPStore:
-        return dist.TCPStore(
-            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=patient(30)), wait_for_workers=False
-        )
+        bound = timedelta(seconds=patient(30))
+        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=bound, wait_for_workers=False)
 
-    group_store = dist.PrefixStore("group", store())
-    dist.init_process_group(
-        "gloo", store=group_store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=patient(60))
-    )
+    meeting = {"store": dist.PrefixStore("group", store()), "timeout": timedelta(seconds=patient(60))}
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, **meeting)
     group = MeshSpec(f"dp_shard={RANKS}").build("cpu").get_group()
     steps, moves = [0], [0]
     with open(os.path.join(folder, f"rank-{rank}"), "w") as file:
@@ -78,21 +75,16 @@ def ended(mode: str, folder: Path) -> tuple[list[int | None], list[str], float]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(testing.PRELOAD)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        context.Process(target=rank_main, args=(rank, server.port, mode, str(folder)), daemon=True)
-        for rank in range(RANKS)
-    ]
+    tasks = [(rank, server.port, mode, str(folder)) for rank in range(RANKS)]
+    ranks = [context.Process(target=rank_main, args=task, daemon=True) for task in tasks]
     try:
         for process in ranks:
             process.start()
         began = time.monotonic()  # the first start waits for the server, which loads torch and transformers
         for process in ranks:
             process.join(patient(60))
-        return (
-            [rank.exitcode for rank in ranks],
-            [(folder / f"rank-{n}").read_text() for n in range(RANKS)],
-            time.monotonic() - began,
-        )
+        texts = [(folder / f"rank-{n}").read_text() for n in range(RANKS)]
+        return [rank.exitcode for rank in ranks], texts, time.monotonic() - began
     finally:
         for process in ranks:
             process.kill()
@@ -114,9 +106,8 @@ def test_a_rank_that_is_stopped_is_named_and_the_others_leave(stopped: int, tmp_
 def test_a_rank_that_skips_a_collective_is_named_with_the_collective(tmp_path: Path) -> None:
     codes, texts, _ = ended("skip 2", tmp_path)
     assert codes == [RETRY] * RANKS
-    assert re.search(
-        r"ranks that did not arrive at gloo:all_reduce, number \d+ of default_pg \(ranks 0, 1, 2\): 2", texts[0]
-    ), texts[0]
+    late = r"ranks that did not arrive at gloo:all_reduce, number \d+ of default_pg \(ranks 0, 1, 2\): 2"
+    assert re.search(late, texts[0]), texts[0]
     assert "time.sleep" in texts[2] or "in rank_main" in texts[2]
 
 

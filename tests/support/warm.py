@@ -42,6 +42,8 @@ SCRIPT = "tests.support.script"
 COMMANDS = ("meshpar.launchers", SCRIPT, *SIMULATIONS, *RANKS)
 """and from a test."""
 
+NOHUP = "nohup"
+"""What may come before such a command."""
 TEST_WORKER = "import sys;exec(eval(sys.stdin.readline()))"
 """What pytest-xdist starts a worker with, by ``python -u -c``."""
 FORK_SERVER = re.compile(r"(from multiprocessing\.forkserver import main; main\()\d+, \d+(, .*)", re.DOTALL)
@@ -96,6 +98,7 @@ def _patch_fork_server(server: _Server) -> None:
 
 def _warm(options: dict[str, Any], modules: Sequence[str]) -> bool:
     args, env = options["args"], options["env"] or os.environ
+    args = args[1:] if list(args[:1]) == [NOHUP] else args
     known = isinstance(args, list | tuple) and (
         (list(args[:2]) == [sys.executable, "-m"] and args[2] in modules)
         or (list(args) == [sys.executable, "-u", "-c", TEST_WORKER] and TEST_WORKER in modules)
@@ -239,6 +242,9 @@ def _become(
         if not Path("/proc", str(owner)).exists():
             os._exit(1)
         time.sleep(0.001)
+    if args[0] == NOHUP:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as the command does
+        args = args[1:]
     _name(args)
     for number, stream in enumerate(streams[:3]):
         os.dup2(stream, number)
@@ -257,7 +263,7 @@ def _become(
         _run_test_worker()
         return
     started = RANKS if args[2] == "meshpar.launchers" and args[3] in ("run", "train") else ()
-    started = SIMULATIONS if args[2] == SCRIPT else started
+    started = (*SIMULATIONS, *RANKS) if args[2] == SCRIPT else started
     if started and _serves(started):
         return
     _open_streams()
