@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from meshpar._torch.tensors import gradient_hooks
 from meshpar.core import registry
-from meshpar.core.errors import LayoutError, MeshError, PlanError
+from meshpar.core.errors import LayoutError, MeshError, PlanError, shown
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, check_mesh
 from meshpar.core.passes import Pass, Role, Stage, axes_of, held_mesh, seen_mesh, unaveraged
@@ -49,22 +49,17 @@ def check_arguments(mesh: object, passes: object) -> None:
         kind = passes if isinstance(passes, type) else type(passes)
         example = f"{kind.__name__}()" if issubclass(kind, Pass) else _example()
         raise PlanError(
-            [f"a plan's passes are {_shown(passes)}; expected a list of passes: write Plan({str(mesh)!r}, [{example}])"]
+            [f"a plan's passes are {shown(passes)}; expected a list of passes: write Plan({str(mesh)!r}, [{example}])"]
         )
 
 
 def checked_layout(layout: object) -> ModelLayout:
     if not isinstance(layout, ModelLayout):
         raise LayoutError(
-            f"the layout is {_shown(layout)} of type {type(layout).__name__}; expected a ModelLayout: write "
+            f"the layout is {shown(layout)} of type {type(layout).__name__}; expected a ModelLayout: write "
             "ModelLayout(blocks=('layers.*',), ...)"
         )
     return layout
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _shape_problems(passes: Sequence[object]) -> Iterator[str]:
@@ -75,13 +70,13 @@ def _shape_problems(passes: Sequence[object]) -> Iterator[str]:
         elif not isinstance(pass_, Pass):
             kind = type(pass_).__name__
             yield (
-                f"{_shown(pass_)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, such "
+                f"{shown(pass_)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, such "
                 f"as {_example()}"
             )
 
 
 def arrows(passes: Sequence[object]) -> str:
-    return " -> ".join(pass_.name if isinstance(pass_, Pass) else _shown(pass_) for pass_ in passes)
+    return " -> ".join(pass_.name if isinstance(pass_, Pass) else shown(pass_) for pass_ in passes)
 
 
 def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:

@@ -89,6 +89,12 @@ def line_of_user() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def shown(value: object) -> str:
+    """Return a value as a message has it, in at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; empty where the error has no message."""
     return str(error).partition("\n")[0]

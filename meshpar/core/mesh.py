@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any, final
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.core.errors import MeshError
+from meshpar.core.errors import MeshError, shown
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """The known axes, outermost first: the last ones talk most, so their ranks sit closest."""
@@ -70,7 +71,7 @@ class MeshSpec:
         raise AttributeError(f"a MeshSpec does not change; make a new one instead of setting {name!r}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (dict(self.axes), self.ranks_per_node)
+        return partial(MeshSpec, ranks_per_node=self.ranks_per_node), (dict(self.axes),)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes.items())
@@ -79,11 +80,7 @@ class MeshSpec:
         return f"MeshSpec({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, MeshSpec)
-            and dict(self.axes) == dict(other.axes)
-            and self.ranks_per_node == other.ranks_per_node
-        )
+        return isinstance(other, MeshSpec) and (self.axes, self.ranks_per_node) == (other.axes, other.ranks_per_node)
 
     def __hash__(self) -> int:
         return hash((tuple(self.axes.items()), self.ranks_per_node))
@@ -279,10 +276,9 @@ def _built(device_type: str, axes: tuple[tuple[str, int], ...], *, own: bool) ->
 def check_mesh(mesh: object) -> None:
     """Raise MeshError for a mesh of another kind than a plan takes."""
     if not isinstance(mesh, MeshSpec | str):
-        text = repr(mesh) if len(repr(mesh)) <= 80 else f"{repr(mesh)[:77]}..."
         raise MeshError(
-            f"a plan's mesh is {text} of type {type(mesh).__name__}; expected text such as 'dp_shard=2,tp=4', or a "
-            "MeshSpec: write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
+            f"a plan's mesh is {shown(mesh)} of type {type(mesh).__name__}; expected text such as 'dp_shard=2,tp=4', "
+            "or a MeshSpec: write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
         )
 
 
@@ -330,7 +326,3 @@ def _validate(axes: dict[str, int], ranks_per_node: int | None) -> None:
         raise MeshError(f"a mesh has at most {MAX_AXES} axes, got {len(axes)}: {list(axes)}; drop those of size 1")
     if ranks_per_node is not None and ranks_per_node < 1:
         raise MeshError(f"ranks_per_node is {ranks_per_node}; it is a positive integer")
-
-
-def _rebuild(axes: dict[str, int], ranks_per_node: int | None) -> MeshSpec:
-    return MeshSpec(axes, ranks_per_node=ranks_per_node)

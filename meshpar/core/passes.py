@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -60,14 +60,13 @@ Guards = Literal["always", "first", "off"]
 ``first``: they exchange in the first steps, and then compare only what costs no exchange. ``off``: the passes run
 alone.
 """
-SETTINGS = ("always", "first", "off")
 
 
 def check_guards(guards: object) -> None:
     """Raise PlanError for a value that is no setting of the guards."""
-    if guards not in SETTINGS:
+    if guards not in (settings := get_args(Guards)):
         raise PlanError(
-            [f"guards={guards!r} is not known; expected one of {', '.join(map(repr, SETTINGS))}: write guards='first'"]
+            [f"guards={guards!r} is not known; expected one of {', '.join(map(repr, settings))}: write guards='first'"]
         )
 
 

@@ -38,12 +38,20 @@ class Looks:
 
     def now(self, name: str, device: torch.device) -> bool:
         """Return whether to look at what is called ``name`` this time, and count it."""
-        return self.first(name) or (self._always and not runtime.queues(device))
+        return self.first(name) or self.next(name, device)
+
+    def next(self, name: str, device: torch.device) -> bool:
+        """Return whether to look at what is called ``name`` the next time."""
+        return self._count[name] < self._times() or (self._always and runtime.over_hosts(device))
 
     def first(self, name: str) -> bool:
         """Return whether this is one of the first times, and count it."""
         self._count[name] += 1
-        return self._count[name] <= self.FIRST
+        return self._count[name] <= self._times()
+
+    def _times(self) -> int:
+        """Return how many times are the first ones; simulated ranks are past them."""
+        return runtime.among_real_ranks(lambda: self.FIRST) or 0
 
 
 @final
@@ -76,12 +84,12 @@ class Largest:
 
 
 def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
-    """Return of each 64-bit number whether all ranks of the groups have the same. Collective; reading waits."""
+    """Return of each 64-bit number whether all ranks of the groups have the same, as simulated ones. Collective."""
     spans = torch.cat([values, ~values])
     for group in groups:
         spans = Largest(spans, group).read()
-    largest, inverse = spans.view(2, -1).tolist()
-    return [high == ~low for high, low in zip(largest, inverse)]
+    read = runtime.among_real_ranks(spans.view(2, -1).tolist)
+    return [True] * len(values) if read is None else [high == ~low for high, low in zip(*read)]
 
 
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -176,14 +184,13 @@ class Ranks:
         tag = zlib.crc32(f"{self._model} {place}".encode())
         numbers_here = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))], device="cpu")
         try:
-            largest, least = Largest(torch.cat([numbers_here, -numbers_here]), self.hosts).read().view(2, -1).tolist()
+            here, *agree = same(numbers_here, [self.hosts])
         except RuntimeError as error:
             raise MeshparError(
                 f"this rank is at {place} ({line_of_user()}), and the other ranks did not come there in time; call the "
                 "module equally often on every rank, in training and in evaluation. The wait ended with: "
                 f"{first_line(error)}"
             ) from error
-        here, *agree = (high == -low for high, low in zip(largest, least))
         if not here:  # on every rank alike, so that they can say more
             raise MeshparError(
                 f"ranks are at different places of their loops: {self._all_places(place)}. Run the same calls in the "

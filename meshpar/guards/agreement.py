@@ -43,8 +43,9 @@ class Agreement(Guard):
     def __init__(self, guarded: Guarded) -> None:
         module, resolved = guarded.module, guarded.resolved
         self._guarded, self._always = guarded, guarded.guards == "always"
-        self._data_axes, self._same_axes = resolved.reduced, resolved.same
-        self._mesh, whole_mesh = guarded.meshes[resolved.held], guarded.meshes[resolved.spec]
+        held_mesh, whole_mesh = guarded.meshes[resolved.held], guarded.meshes[resolved.spec]
+        self._data = {axis: held_mesh.get_group(axis) for axis in resolved.reduced}
+        self._same = {axis: held_mesh.get_group(axis) for axis in resolved.same}
         # ranks with different positions of the same samples
         self._split = {axis: whole_mesh.get_group(axis) for axis in resolved.divided(Role.POSITIONS)}
         # ranks whose blocks draw the same random numbers outside of what is split
@@ -53,13 +54,12 @@ class Agreement(Guard):
         # Stages keep their units in one order. Else ranks whose forwards call the same units each time need not meet
         # before each unit on a CPU, where ranks that exchange more inside of a unit compute the same there.
         self.ordered = bool(stages)
-        self.predicts = self._always and bool(self._data_axes) and not stages and _predictable(guarded)
+        self.predicts = self._always and bool(self._data) and not stages and _predictable(guarded)
         self._order: UnitOrder | None = None
         self._looks = Looks(always=self._always)
         self._backwards = 0
         self._ranks = Ranks.of(module, stages)
-        averages = bool(self._data_axes) and dist.get_world_size() > 1
-        self._unused = UnusedGradients(module, self._ranks if averages else None)
+        self._unused = UnusedGradients(module, self._ranks if self._data else None)
         self._later: GradientMarks | None = None
 
     def simulated(self) -> Guard:
@@ -73,28 +73,22 @@ class Agreement(Guard):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Compare arguments where gradients are wanted, and expect the units to come. Collective over ``same``."""
-        if torch.is_grad_enabled():
-            self._batch((args, kwargs))
-        if self.predicts and self._order is None and not runtime.queues(self._guarded.device):
+        device = self._guarded.device
+        if torch.is_grad_enabled() and self._same and self._looks.now("the batch of a forward", device):
+            numbers = [digest_of((args, kwargs), device), *([random.digest(device)] if self.numbers == 2 else [])]
+            for axis, group in self._same.items():
+                agree = same(torch.stack(numbers), [group])
+                if not agree[0]:
+                    raise MeshparError(f"ranks of {axis} got different batches; {_SAME_BATCH}")
+                if not all(agree):
+                    raise MeshparError(
+                        f"ranks of {axis} have different random states, and the model draws random numbers where they "
+                        "must be the same; call par.manual_seed(seed) before training"
+                    )
+        if self.predicts and self._order is None and not runtime.queues(device):
             self._order = UnitOrder(self._guarded.units.gather)
         if self._order is not None:
             self._order.begin((torch.is_grad_enabled(), self._guarded.module.training))
-
-    def _batch(self, inputs: object) -> None:
-        """Compare a forward's arguments on ranks of ``same_axes``: always on a CPU, on an accelerator at first."""
-        if not self._same_axes or not self._looks.now("the batch of a forward", self._guarded.device):
-            return
-        device = self._guarded.device
-        numbers = [digest_of(inputs, device), *([random.digest(device)] if self._numbers() == 2 else [])]
-        for axis, group in zip(self._same_axes, self._groups(self._same_axes), strict=True):
-            agree = same(torch.stack(numbers), [group])
-            if not agree[0]:
-                raise MeshparError(f"ranks of {axis} got different batches; {_SAME_BATCH}")
-            if not all(agree):
-                raise MeshparError(
-                    f"ranks of {axis} have different random states, and the model draws random numbers where they "
-                    "must be the same; call par.manual_seed(seed) before training"
-                )
 
     def before_split(self, batch: object) -> None:
         """Compare the batches of ``par.split``: on a CPU each time, else at first. Collective over positions."""
@@ -116,7 +110,7 @@ class Agreement(Guard):
 
     def before_unit(self, name: str, unit: nn.Module) -> None:
         """Check that all ranks call one unit: on a CPU each time, or once a forward if predicted. Collective."""
-        if not self._data_axes or in_backward():
+        if not self._data or in_backward():
             return
         order, numbers, predicted = self._order, list[int](), list[nn.Module]()
         if order is not None:
@@ -140,7 +134,7 @@ class Agreement(Guard):
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
         """Check that all data ranks begin a backward together: other collectives would pair up with its own."""
         always = self._always and not runtime.queues(self._guarded.device)
-        if self._data_axes and (always or self._backwards < Looks.FIRST) and reaches():
+        if self._data and (always or self._backwards < Looks.FIRST) and reaches():
             self._ranks.meet("a backward")
 
     def before_micro_batch(self, left: int) -> None:
@@ -177,28 +171,23 @@ class Agreement(Guard):
         """Compare which gradients a backward left, without waiting beside an accelerator. Collective over the mesh."""
         first = self._backwards < Looks.FIRST
         if self._backwards == 0:
-            check_copies(self._guarded.module, self._mesh, self._same_axes)
+            check_copies(self._guarded.module, self._same, self._guarded.device.type)
         self._backwards += 1
         if self._later is not None:
             later, self._later = self._later, None
             later.check()
-        if not self._data_axes:
-            for parameter in unused:
-                parameter.grad = None
-            return
-        if not first and not self._always:
+        # Where no data ranks are, the gradients that this rank did not use are dropped without an exchange.
+        if not self._data or not (first or self._always):
             self._unused.gradients(unused)
             return
         self._same_parameters(unused, look=first or not runtime.queues(self._guarded.device))
         if first:
             self._same_buffers()
 
-    def _numbers(self) -> int:
-        """Return how many numbers of a batch the ranks of the same samples compare."""
+    @property
+    def numbers(self) -> int:
+        """How many numbers of a batch the ranks of the same samples compare."""
         return 2 if self._draws and self._guarded.module.training else 1
-
-    def _groups(self, axes: Sequence[str]) -> list[dist.ProcessGroup]:
-        return [self._mesh.get_group(axis) for axis in axes]
 
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
         """Check that all data ranks have the same gradients: FSDP2 would join others without an error; drop zeros."""
@@ -219,7 +208,7 @@ class Agreement(Guard):
         if not buffers:
             return
         digests = torch.stack([digest(buffer).to(self._guarded.device) for buffer in buffers.values()])
-        agree = same(digests, self._groups(self._data_axes))
+        agree = same(digests, self._data.values())
         if odd := [name for name, equal in zip(buffers, agree) if not equal]:
             raise MeshparError(
                 f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own "
@@ -244,7 +233,7 @@ class SentAgreement(Guard):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
-            self._send(2 * self._real._numbers(), self._real._groups(self._real._same_axes))
+            self._send(2 * self._real.numbers, self._real._same.values())
 
     def before_split(self, batch: object) -> None:
         self._send(2, self._real._split.values())
@@ -260,7 +249,7 @@ class SentAgreement(Guard):
             self.agree(name)
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
-        if self._on_cpu and self._real._data_axes and reaches():
+        if self._on_cpu and self._real._data and reaches():
             self.agree("a backward")
 
     def before_micro_batch(self, left: int) -> None:
@@ -272,7 +261,7 @@ class SentAgreement(Guard):
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Send which parameters have a gradient; simulated ranks all use the same."""
-        if self._real._data_axes:
+        if self._real._data:
             self._send(2 * (1 + sum(1 for _ in self._real._guarded.module.parameters())), [self._hosts])
         for parameter in unused:
             parameter.grad = None

@@ -11,13 +11,13 @@ from typing import Any, NoReturn, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshpar._torch.autograd import in_backward
 from meshpar._torch.simulated_device import without_functions
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
+from meshpar.exchange.ranks import Largest
 from meshpar.guards.placed_parameters import PlacedParameters
 from meshpar.passes.recompute import Recomputed
 from meshpar.step.backward import STALE
@@ -26,7 +26,7 @@ from meshpar.step.moment import Forward, Guard, Guarded
 from meshpar.tensors.placements import local_tensor, sharded_axes
 
 Versions = Sequence[tuple[Tensor, int]]
-"""Parameters, and numbers that change when somebody writes them."""
+"""Parameters, and numbers that change when somebody writes them, other than by ``.data``."""
 
 
 @final
@@ -52,7 +52,9 @@ class Backwards(Guard):
         self._versions: Versions = ()
 
     def wants_gradients(self, forward: Forward) -> None:
-        self._versions = self._versions_now()
+        parameters = self._units.shards() if self._units.modules else self._placed.parameters
+        with without_functions():
+            self._versions = [(tensor, tensor._version) for tensor in parameters]
         self._records[forward] = _SeenForward(self._steps, self._errors, self._versions)
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
@@ -101,18 +103,10 @@ class Backwards(Guard):
         if not hooked:
             self._refuse_written(versions)
 
-    def _versions_now(self) -> Versions:
-        """Return numbers that change when somebody writes parameters, other than by ``.data``."""
-        parameters = self._units.shards() if self._units.modules else self._placed.parameters
-        with without_functions():
-            return [(tensor, tensor._version) for tensor in parameters]
-
     def _refuse_written(self, versions: Versions) -> None:
-        written = _written_since(versions)
-        if written is not None:
-            name = next(
-                (name for name, parameter in self._module.named_parameters() if parameter is written), "a parameter"
-            )
+        if (written := _written_since(versions)) is not None:
+            names = (name for name, parameter in self._module.named_parameters() if parameter is written)
+            name = next(names, "a parameter")
             raise MeshparError(
                 f"{name} was written between a forward and the end of its backward, which may use the new values; "
                 "write after the backward. par.averaged(decay) may evaluate other weights in between"
@@ -231,10 +225,10 @@ def _refuse() -> NoReturn:
 _RELATIVE, _FLOOR = 1e-2, 1e-4
 
 
-def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> None:
+def check_copies(module: nn.Module, groups: Mapping[str, dist.ProcessGroup], device_type: str) -> None:
     """Check that what the ranks of each axis keep whole has one gradient there. Collective over the axes."""
-    for axis in axes:
-        if odd := differing_gradients(module, axis, mesh.get_group(axis), mesh.device_type):
+    for axis, group in groups.items():
+        if odd := differing_gradients(module, axis, group, device_type):
             raise MeshparError(
                 f"ranks of {axis} have different gradients for parameters that each keeps whole: "
                 f"{', '.join(odd[:6])}; give collectives of your own in a loss or a hook group=par.data_group, whose "
@@ -251,15 +245,8 @@ def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup, 
     ]
     if not whole_parameters:
         return []
-    norms = torch.stack([_norm(parameter).to(device_type) for _, parameter in whole_parameters])
-    largest, smallest = norms.clone(), norms.neg()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    dist.all_reduce(smallest, dist.ReduceOp.MAX, group)
-    odd = (largest + smallest) > _RELATIVE * largest + _FLOOR * largest.max()
+    parts = [local_tensor(p).new_zeros(1) if p.grad is None else local_tensor(p.grad) for _, p in whole_parameters]
+    norms = torch.stack([torch.linalg.vector_norm(part.float()).to(device_type) for part in parts])
+    largest, negated = Largest(torch.cat([norms, -norms]), group).read().view(2, -1)
+    odd = (largest + negated) > _RELATIVE * largest + _FLOOR * largest.max()
     return [name for (name, _), differs in zip(whole_parameters, odd.tolist(), strict=True) if differs]
-
-
-def _norm(parameter: torch.Tensor) -> torch.Tensor:
-    if parameter.grad is None:
-        return torch.zeros((), device=local_tensor(parameter).device)
-    return torch.linalg.vector_norm(local_tensor(parameter.grad).float())

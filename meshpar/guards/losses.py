@@ -6,7 +6,7 @@ different positions.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
@@ -31,8 +31,7 @@ class Losses(Guard):
     """The losses of one parallel module's backwards; ``groups``: of the axes whose ranks see the same positions."""
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], device: torch.device, *, always: bool = True) -> None:
-        self._groups, self._device, self._looked = dict(groups), device, 0
-        self._always = always and not runtime.queues(device)
+        self._groups, self._device, self._looks = dict(groups), device, Looks(always=always)
 
     @classmethod
     def of(cls, guarded: Guarded) -> Losses:
@@ -42,17 +41,14 @@ class Losses(Guard):
         groups = {axis: guarded.meshes[resolved.held].get_group(axis) for axis in axes}
         return cls(groups, guarded.device, always=guarded.guards == "always")
 
-    def simulated(self) -> Guard:
-        return SentLosses(list(self._groups.values()), self._device, on_cpu=self._always)
-
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
         """Compare every time on a CPU, on an accelerator, where reading waits, the first times."""
-        if self._groups and (self._always or self._looked < Looks.FIRST) and reaches():
+        if self._groups and self._looks.next("losses", self._device) and reaches():
             self.check(roots)
 
     def check(self, roots: Iterable[object]) -> None:
         """Compare what a backward of the module is about to start from. Collective over the axes."""
-        self._looked += 1
+        self._looks.first("losses")
         plain = [
             root.detach()
             for root in roots
@@ -64,8 +60,9 @@ class Losses(Guard):
             total += loss.reshape(()).to(self._device, torch.float64).nan_to_num(-1e300)
         allowed = torch.finfo(kind).eps * (_QUEUED_ROUNDINGS if runtime.queues(self._device) else _ROUNDINGS)
         for axis, group in self._groups.items():
-            high, low = Largest(torch.stack([total, -total]), group).read().tolist()
-            low = -low
+            exchanged = Largest(torch.stack([total, -total]), group).read()
+            high, negated = runtime.among_real_ranks(exchanged.tolist) or (0.0, 0.0)
+            low = -negated
             if high != low and not high - low <= allowed * max(abs(high), abs(low), _LEAST):
                 raise ParallelError(
                     f"ranks of {axis} compute the same samples together, but their backward starts from different "
@@ -76,18 +73,6 @@ class Losses(Guard):
                     "layers in it whole, TensorParallel(styles={'blocks.*.attn': None}), or draw random numbers of the "
                     "loss alike on these ranks"
                 )
-
-
-@final
-class SentLosses(Guard):
-    """The losses of simulated ranks, which are sent on a CPU and not looked at."""
-
-    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device, *, on_cpu: bool) -> None:
-        self._groups, self._device = groups if on_cpu else (), device
-
-    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
-        for group in self._groups if self._groups and reaches() else ():
-            Largest(torch.empty(2, dtype=torch.float64, device=self._device), group).read()
 
 
 @final

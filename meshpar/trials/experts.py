@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, final
@@ -17,7 +17,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import Facts
-from meshpar.core.patterns import OWN_NUMBER, class_name
+from meshpar.core.patterns import class_name, kind_of
 from meshpar.passes.experts.routing import (
     IN_ORDER,
     INTERFACE,
@@ -45,6 +45,7 @@ LARGEST = 1 << 27
 """Parameters of all ranks' experts that are drawn at most, of one module at a time: 512 MiB in float32."""
 _TOKENS = 64  # of each rank
 _EVERY_MODULES = {*dir(nn.Module), *vars(nn.Module())}
+_SETTINGS = (bool, int, float, str, type(None))
 
 
 def watch_experts(module: nn.Module, layout: ModelLayout, facts: Facts) -> None:
@@ -59,21 +60,15 @@ def watch_experts(module: nn.Module, layout: ModelLayout, facts: Facts) -> None:
         ExpertsTest(call, divided.meshes[child]["ep"].get_group())
 
 
-def _kind(module: nn.Module, place: int) -> Any:
+def _kind(module: nn.Module, place: int) -> Hashable:
     """Return what experts of one kind have in common; ``place`` is a number that a module may know itself by."""
-    facts = []
+    objects = dict[str, object]()
     for inner, child in module.named_modules():
-        settings = {
-            key: value if isinstance(value, bool | int | float | str | None) else id(value)
-            for key, value in vars(child).items()
-            if key not in _EVERY_MODULES and not key.startswith(("_meshpar", "__"))
-        }
-        for key, value in settings.items():
-            if type(value) is int and value == place and OWN_NUMBER.search(key):
-                settings[key] = None
-        shapes = tuple((leaf, tuple(parameter.shape)) for leaf, parameter in child.named_parameters(recurse=False))
-        facts.append((inner, type(child), own_forward(child), shapes, tuple(sorted(settings.items(), key=str))))
-    return tuple(facts)
+        attributes = vars(child).keys() - _EVERY_MODULES
+        names = sorted(name for name in attributes if not name.startswith(("_meshpar", "__")))
+        identities = [(name, id(value)) for name in names if not isinstance(value := vars(child)[name], _SETTINGS)]
+        objects[inner] = type(child), own_forward(child), identities
+    return kind_of(module, place, objects)
 
 
 @final
@@ -119,7 +114,7 @@ class ExpertsTest:
         with ExitStack() as stack:
             stack.callback(free, copied)
             # Hooks of its own keep what is saved here out of a recomputation's.
-            saved = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+            saved = torch.autograd.graph.saved_tensors_hooks(*[lambda tensor: tensor] * 2)
             for context in (without_modes(), unrecorded(), torch.enable_grad(), saved, undisturbed(copied.modules())):
                 stack.enter_context(context)
             if draws.widened:
@@ -221,7 +216,3 @@ class _Draws:
         missing = zip((hidden, weights), gradients)
         gradients = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in missing]
         return [output.detach().double(), *(gradient.double() for gradient in gradients)]
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

@@ -29,7 +29,6 @@ HALF_TOLERANCE = 0.2
 """How far the results may be off in 16 bits, in which a router may choose otherwise."""
 _LONGEST = 256
 _UNTRIED = "whether parts of a sequence compute what the whole does was not tried"
-_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
 _REMEDY = (
     "only attention exchanges positions, through transformers' attention interface or in the modules of "
     "ModelLayout.attention, which call meshpar.attention: use a mesh without cp for this model, or name the module, "
@@ -39,6 +38,8 @@ _REMEDY = (
 
 Batch = tuple[Any, Mapping[str, Any]]
 """Positional and keyword arguments."""
+Compute = Callable[[Batch], Tensor | Exception | None]
+"""Returns a model's hidden states for a batch, None where it returns none, or its error."""
 
 
 @final
@@ -66,31 +67,32 @@ class MixingTest:
             log.warning("%s: %s", _UNTRIED, why or "another rank cannot copy what the model holds")
             return
 
-        def compute(batch: Batch) -> Tensor | None:
-            with copied_state(self._module, batch) as (args, kwargs):
-                return _hidden(forward(*args, **kwargs))
+        def compute(batch: Batch) -> Tensor | Exception | None:
+            try:
+                with copied_state(self._module, batch) as (args, kwargs):
+                    return _hidden(forward(*args, **kwargs))
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, MeshparError) as error:
+                return error
 
         blocks = map(self._module.get_submodule, self._blocks)
         with as_evaluated(self._module, blocks) as self._dtypes:
             self._compare(compute, whole, part)
 
-    def _compare(self, compute: Callable[[Batch], Tensor | None], whole: Batch, part: Batch) -> None:
-        try:
-            with self._exchange.unsplit():
-                want = compute(whole)
-        except _ERRORS as error:
-            _unless_out_of_memory(error)
-            log.warning("%s: %s: %s", _UNTRIED, type(error).__name__, first_line(error))
+    def _compare(self, compute: Compute, whole: Batch, part: Batch) -> None:
+        with self._exchange.unsplit():
+            want = compute(whole)
+        if isinstance(want, Exception):
+            log.warning("%s: %s: %s", _UNTRIED, type(want).__name__, first_line(want))
             return
-        try:
-            have = compute(part)
-        except MeshparError:
-            raise
-        except _ERRORS as error:
-            _unless_out_of_memory(error)
+        have = compute(part)
+        if isinstance(have, MeshparError):
+            raise have
+        if isinstance(have, Exception):
             self._any(True)
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise ParallelError(f"the model does not run on a part of the positions ({reason}); {_REMEDY}") from error
+            reason = f"{type(have).__name__}: {first_line(have)}"
+            raise ParallelError(f"the model does not run on a part of the positions ({reason}); {_REMEDY}") from have
         if want is None or have is None:
             log.warning("%s: the model returned no tensor with positions", _UNTRIED)
             return
@@ -101,20 +103,16 @@ class MixingTest:
             amount = f" (off by {size:.1e})" if differs else ""
             raise ParallelError(f"{self._culprit(compute, part)}, of which each rank has a part{amount}; {_REMEDY}")
 
-    def _count_alike(self, compute: Callable[[Batch], Tensor | None], whole: Batch, want: Tensor) -> None:
+    def _count_alike(self, compute: Compute, whole: Batch, want: Tensor) -> None:
         """Refuse a model that, without positions, counts otherwise than 0, 1, 2, ... as it does without a plan."""
         args, kwargs = whole
         ids = kwargs.get("position_ids")
         if ids is None or not torch.equal(ids, torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)):
             return
-        try:
-            with self._exchange.unsplit():
-                counted = compute((args, {name: value for name, value in kwargs.items() if name != "position_ids"}))
-        except (*_ERRORS, MeshparError) as error:
-            # it needs them
-            _unless_out_of_memory(error)
-            return
-        if counted is not None and measure(counted, want) > self._tolerance(want):
+        with self._exchange.unsplit():
+            counted = compute((args, {name: value for name, value in kwargs.items() if name != "position_ids"}))
+        # an error: it needs them
+        if isinstance(counted, Tensor) and measure(counted, want) > self._tolerance(want):
             raise ParallelError(
                 f"{class_name(self._module)} computes other values without position_ids than with the 0, 1, 2, ... of "
                 "par.split, so it counts its positions itself; put its positions into the batch as position_ids, or "
@@ -158,7 +156,7 @@ class MixingTest:
         """Return whether something is wrong on any rank of the axis, so that all of them stop."""
         return on_any_rank(wrong, device_of(self._module), self._exchange.group)
 
-    def _culprit(self, compute: Callable[[Batch], Tensor | None], part: Batch) -> str:
+    def _culprit(self, compute: Compute, part: Batch) -> str:
         """Return what mixes positions, in words."""
         mixing: list[str] = []
 
@@ -167,7 +165,7 @@ class MixingTest:
             if length is not None and not mixing:
                 try:
                     mixing.extend(self._mixing(name, module, args, kwargs, length))
-                except _ERRORS as error:
+                except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
                     log.debug("%s does not run with attention cut: %s", name, error)
 
         with ExitStack() as stack:
@@ -220,11 +218,6 @@ def _hidden(output: object) -> Tensor | None:
     tensors = (leaf for leaf in leaves(parts) if isinstance(leaf, Tensor))
     hidden = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.ndim > 1), None)
     return hidden.to_local() if isinstance(hidden, DTensor) else hidden
-
-
-def _unless_out_of_memory(error: BaseException) -> None:
-    if isinstance(error, torch.OutOfMemoryError):
-        raise error
 
 
 def _spread(value: object, length: int, *, inside: bool = True) -> bool:

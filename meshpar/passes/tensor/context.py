@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar._torch.autograd import in_backward
-from meshpar.core import runtime
 from meshpar.core.errors import ParallelError, PlanError
-from meshpar.exchange.ranks import Largest, Looks, same
+from meshpar.exchange.ranks import Looks, same
 from meshpar.passes.tensor.collectives import copy_to, gather_partial, reduce_from, reduce_scatter
 from meshpar.passes.tensor.random import SplitState
 from meshpar.step.calls import set_forward
@@ -25,15 +24,12 @@ SEQUENCE_DIM = 1
 """Activations are (batch, sequence, features)."""
 
 
+@final
 class Arrivals:
     """Check that the ranks of an axis reach the same modules: on a CPU each time if ``always``, else at first."""
 
     def __init__(self, *, always: bool) -> None:
-        self._always, self._looks = always, Looks(always=always)
-
-    def simulated(self) -> Arrivals:
-        """Return what stands in where ranks are simulated."""
-        return SentArrivals(always=self._always)
+        self._looks = Looks(always=always)
 
     def agree(self, name: str, x: Tensor, group: dist.ProcessGroup) -> None:
         """Check that every rank of ``group`` comes to ``name`` now, with a tensor of the shape of ``x``."""
@@ -47,15 +43,6 @@ class Arrivals:
                 "around it the style 'region', which sees all positions, or use "
                 "TensorParallel(sequence_parallel=False)"
             )
-
-
-@final
-class SentArrivals(Arrivals):
-    """Send on a CPU what ranks send after the first steps, and look at nothing."""
-
-    def agree(self, name: str, x: Tensor, group: dist.ProcessGroup) -> None:
-        if runtime.over_hosts(x.device) and self._always:
-            Largest(torch.empty(2, dtype=torch.int64, device=x.device), group).read()
 
 
 @final

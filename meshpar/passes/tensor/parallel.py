@@ -11,7 +11,6 @@ from typing import Any, final
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.core import runtime
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, sizes_text
 from meshpar.core.passes import Checking, Facts, Installed, Pass, Role, Stage, find_blocks, unmatched
@@ -155,7 +154,7 @@ class TensorParallel(Pass):
     def install(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts) -> Installed:
         axis, checking = mesh["tp"], facts.find(Checking)
         looks = checking is not None and checking.guards != "off"
-        arrivals = runtime.standing_in(Arrivals(always=checking.guards == "always")) if checking and looks else None
+        arrivals = Arrivals(always=checking.guards == "always") if checking and looks else None
         return Installed(facts=[self.split(module, layout, axis, axis.get_group(), axis.get_local_rank(), arrivals)])
 
     def split(
