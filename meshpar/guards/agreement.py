@@ -7,10 +7,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,7 +20,7 @@ from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
-from meshpar.exchange.ranks import GradientMarks, Largest, Looks, Ranks, same, stages_of
+from meshpar.exchange.ranks import GradientMarks, Looks, Ranks, same, stages_of
 from meshpar.guards.backwards import check_copies
 from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.tensor import random
@@ -53,17 +53,13 @@ class Agreement(Guard):
         stages = stages_of(resolved)
         # Stages keep their units in one order. Else ranks whose forwards call the same units each time need not meet
         # before each unit on a CPU, where ranks that exchange more inside of a unit compute the same there.
-        self.ordered = bool(stages)
-        self.predicts = self._always and bool(self._data) and not stages and _predictable(guarded)
+        self._ordered = bool(stages)
+        self._predicts = self._always and bool(self._data) and not stages and _predictable(guarded)
         self._order: UnitOrder | None = None
         self._looks = Looks(always=self._always)
-        self._backwards = 0
         self._ranks = Ranks.of(module, stages)
-        self._unused = UnusedGradients(module, self._ranks if self._data else None)
+        self._unused = runtime.standing_in(UnusedGradients(module, self._ranks if self._data else None))
         self._later: GradientMarks | None = None
-
-    def simulated(self) -> Guard:
-        return SentAgreement(self)
 
     def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Check that all ranks are at one place, each time on a CPU, else at first and in evaluation. Collective."""
@@ -75,7 +71,10 @@ class Agreement(Guard):
         """Compare arguments where gradients are wanted, and expect the units to come. Collective over ``same``."""
         device = self._guarded.device
         if torch.is_grad_enabled() and self._same and self._looks.now("the batch of a forward", device):
-            numbers = [digest_of((args, kwargs), device), *([random.digest(device)] if self.numbers == 2 else [])]
+            numbers = [digest_of((args, kwargs), device)]
+            if self._draws and self._guarded.module.training:
+                state_here = runtime.among_real_ranks(partial(random.digest, device))
+                numbers.append(numbers[0] if state_here is None else state_here)
             for axis, group in self._same.items():
                 agree = same(torch.stack(numbers), [group])
                 if not agree[0]:
@@ -85,7 +84,7 @@ class Agreement(Guard):
                         f"ranks of {axis} have different random states, and the model draws random numbers where they "
                         "must be the same; call par.manual_seed(seed) before training"
                     )
-        if self.predicts and self._order is None and not runtime.queues(device):
+        if self._predicts and self._order is None and runtime.over_hosts(device):
             self._order = UnitOrder(self._guarded.units.gather)
         if self._order is not None:
             self._order.begin((torch.is_grad_enabled(), self._guarded.module.training))
@@ -118,7 +117,7 @@ class Agreement(Guard):
             numbers = [_number_of(predicted, self._guarded.units)] if predicted else [0]
             if order.expects(unit):
                 return
-        elif not (self._looks.first(name) if self.ordered else self._looks.now(name, self._guarded.device)):
+        elif not (self._looks.first(name) if self._ordered else self._looks.now(name, self._guarded.device)):
             return
         place = f"the forward of {name}" if name else "a forward of the module"
         trained = zlib.crc32(self._guarded.units.trained(unit).encode())
@@ -133,8 +132,7 @@ class Agreement(Guard):
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
         """Check that all data ranks begin a backward together: other collectives would pair up with its own."""
-        always = self._always and not runtime.queues(self._guarded.device)
-        if self._data and (always or self._backwards < Looks.FIRST) and reaches():
+        if self._data and self._looks.next("a backward", self._guarded.device) and reaches():
             self._ranks.meet("a backward")
 
     def before_micro_batch(self, left: int) -> None:
@@ -169,10 +167,8 @@ class Agreement(Guard):
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Compare which gradients a backward left, without waiting beside an accelerator. Collective over the mesh."""
-        first = self._backwards < Looks.FIRST
-        if self._backwards == 0:
+        if first := self._looks.first("a backward"):
             check_copies(self._guarded.module, self._same, self._guarded.device.type)
-        self._backwards += 1
         if self._later is not None:
             later, self._later = self._later, None
             later.check()
@@ -180,23 +176,19 @@ class Agreement(Guard):
         if not self._data or not (first or self._always):
             self._unused.gradients(unused)
             return
-        self._same_parameters(unused, look=first or not runtime.queues(self._guarded.device))
+        self._same_parameters(unused, look=first or runtime.over_hosts(self._guarded.device))
         if first:
             self._same_buffers()
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers of a batch the ranks of the same samples compare."""
-        return 2 if self._draws and self._guarded.module.training else 1
 
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
         """Check that all data ranks have the same gradients: FSDP2 would join others without an error; drop zeros."""
         zeros = {id(parameter) for parameter in unused}
         trained = list(self._guarded.module.named_parameters())
         marks = [0 if parameter.grad is None else 1 if id(parameter) in zeros else 2 for _, parameter in trained]
-        later = GradientMarks(self._ranks, trained, marks)
+        exchange = partial(GradientMarks, self._ranks, trained, marks)
+        later = exchange() if look else runtime.among_real_ranks(exchange)
         if look or unused:
-            for (_, parameter), mark in zip(trained, later.check()):
+            for (_, parameter), mark in zip(trained, marks if later is None else later.check()):
                 if mark == 1:
                     parameter.grad = None
         else:
@@ -216,55 +208,6 @@ class Agreement(Guard):
                 "(par.data_sum), or register the buffers with persistent=False where ranks may differ; or calibrate "
                 "observers of quantization before plan.apply, and then module.apply(disable_observer)"
             )
-
-
-@final
-class SentAgreement(Guard):
-    """The comparisons of simulated ranks after the first steps: they send as much as ``real``, and look at nothing."""
-
-    def __init__(self, real: Agreement) -> None:
-        self._real, self._hosts = real, real._ranks.hosts
-        # on CPUs looking does not wait for a device, so that more is looked at
-        self._on_cpu = real._always and runtime.over_hosts(real._guarded.device)
-
-    def _send(self, numbers: int, groups: Iterable[dist.ProcessGroup]) -> None:
-        for group in groups if self._on_cpu else ():
-            Largest(torch.empty(numbers, dtype=torch.int64, device=self._real._guarded.device), group).read()
-
-    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self._send(2 * self._real.numbers, self._real._same.values())
-
-    def before_split(self, batch: object) -> None:
-        self._send(2, self._real._split.values())
-
-    def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
-        if self._hosts.size() > 1:
-            self._send(2 * (1 + Ranks.NUMBERS), [self._hosts])
-        return [True] * len(numbers)
-
-    def before_unit(self, name: str, unit: nn.Module) -> None:
-        """Send the marks of a unit, where they are looked at: of the first one where the others are predicted."""
-        if not (self._real.ordered or (name and self._real.predicts)) and not in_backward():
-            self.agree(name)
-
-    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
-        if self._on_cpu and self._real._data and reaches():
-            self.agree("a backward")
-
-    def before_micro_batch(self, left: int) -> None:
-        self.agree("a micro-batch")
-
-    def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
-        if trains:
-            self.agree("a step")
-
-    def gradients(self, unused: list[nn.Parameter]) -> None:
-        """Send which parameters have a gradient; simulated ranks all use the same."""
-        if self._real._data:
-            self._send(2 * (1 + sum(1 for _ in self._real._guarded.module.parameters())), [self._hosts])
-        for parameter in unused:
-            parameter.grad = None
 
 
 def _predictable(guarded: Guarded) -> bool:
@@ -316,6 +259,8 @@ class UnitOrder:
         self._habit: _Habit | None = None  # of the forward that runs
         self._called: list[nn.Module] = []
         self._expected: Sequence[nn.Module] | None = None
+        # Simulated ranks call the units that all of them expect.
+        self._foreseen = runtime.among_real_ranks(lambda: False) is None
 
     def begin(self, kind: Kind) -> None:
         """Begin a forward of the outermost module."""
@@ -339,7 +284,7 @@ class UnitOrder:
         number = len(self._called)
         self._called.append(unit)
         if self._expected is None:
-            return False
+            return self._foreseen and number > 0
         if number < len(self._expected) and self._expected[number] is unit:
             return True
         self._leave(number)

@@ -18,8 +18,7 @@ from meshpar import (
     Plan,
     TensorParallel,
 )
-from meshpar.guards.agreement import Agreement
-from meshpar.guards.losses import Losses
+from meshpar.core import runtime
 from meshpar.passes.experts.routing import Assumed, Routing
 from meshpar.passes.pipeline.messages import Header
 from meshpar.passes.pipeline.running import Layers
@@ -106,10 +105,7 @@ def waits_of(build, mesh, passes, *, rank=0, half=False, fused=True):
     """Where the second step of a training loop waits, and which streams race in it, with a report that is not read."""
     model = on_meta(build)
     with simulated(8, as_rank=rank):
-        stand_ins = [(Routing, lambda self: Watched()), (Agreement, lambda self: self), (Losses, lambda self: self)]
-        with contextlib.ExitStack() as stack:
-            for kind, stand_in in stand_ins:
-                stack.enter_context(mock.patch.object(kind, "simulated", stand_in))
+        with mock.patch.object(Routing, "simulated", lambda self: Watched()):
             par = allocate(Plan(mesh, passes).apply(model, device_type=device.NAME))
         if (layers := par.run.find(Layers)) is not None:
             header = Header(-1, 0, 0, ((torch.bfloat16, (2, 16, model.config.dim)),))
@@ -120,7 +116,7 @@ def waits_of(build, mesh, passes, *, rank=0, half=False, fused=True):
         trainer = Trainer(par, CausalLM(), Data(), optimizer, schedule, TrainSettings(steps=9), scaler=scaler)
         tensor = torch.ones(2, 16, dtype=torch.int64, device="cpu")
         for watch in (contextlib.nullcontext(), races := Races()):
-            with Waits() as waits, watch:
+            with Waits() as waits, watch, mock.patch.object(runtime, "among_real_ranks", lambda run: run()):
                 trainer._train_step([{"input_ids": tensor, "labels": tensor}] * 2, 0.0)
                 trainer.step += 1
                 trainer._report()
