@@ -162,8 +162,8 @@ class Plan:
         # models that share process groups could use them in different orders
         has_groups = next_number() > 0
         meshes = {spec: spec.build(device.type, own=has_groups) for spec in resolved.meshes}
-        checking = runtime.standing_in(Checking(self.guards, self.verify and self.guards != "off"))
-        facts = Facts(checking)
+        verify = self.guards != "off" and bool(runtime.among_real_ranks(lambda: self.verify))
+        facts = Facts(Checking(self.guards, verify))
         start = partial(prepare, module, resolved, meshes) if self.passes else None
         installed, replaced = run_passes(module, resolved, meshes, device, facts, start)
         guarded = Guarded(
@@ -177,7 +177,7 @@ class Plan:
             facts=facts,
             units=Units(module),
         )
-        return Parallelized(make_run(guarded, installed, title=str(self), verify=checking.verify), self)
+        return Parallelized(make_run(guarded, installed, title=str(self), verify=verify), self)
 
     def _device(self, module: nn.Module, resolved: Resolved, device_type: str | None) -> torch.device:
         """Return this rank's device, made current; raise for what the machine lacks or weights that differ."""

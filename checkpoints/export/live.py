@@ -27,8 +27,8 @@ from meshpar.checkpoints.storage.files import Dtypes
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError
-from meshpar.core.waiting import reads_of
 from meshpar.passes.pipeline.running import Layers
+from meshpar.process.waiting import reads_of
 from meshpar.state.averaging import Averaged
 from meshpar.step.run import fact_of
 from meshpar.tensors.placements import local_tensor

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from meshpar.checkpoints.format.writing import TensorPart
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError
-from meshpar.core.waiting import loads_wait, reads_of
+from meshpar.process.waiting import loads_wait, reads_of
 from meshpar.state.offloading import Slab, starts
 
 _log = logging.getLogger("meshpar.checkpoints")

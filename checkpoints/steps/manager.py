@@ -24,8 +24,8 @@ from meshpar.checkpoints.steps.steps import Steps, warn_only
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk, place
 from meshpar.core.errors import CheckpointError, StoreError
-from meshpar.core.waiting import reads_of
 from meshpar.process.imports import expanded
+from meshpar.process.waiting import reads_of
 from meshpar.state.averaging import Averaged
 
 _log = logging.getLogger("meshpar.checkpoints")

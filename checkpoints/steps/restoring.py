@@ -17,7 +17,7 @@ from meshpar.checkpoints.steps.state import Checkpointable, ModelState, Optimize
 from meshpar.checkpoints.storage.files import crc32
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core.errors import CheckpointError
-from meshpar.core.waiting import reads_of
+from meshpar.process.waiting import reads_of
 from meshpar.state.averaging import Averaged
 from meshpar.tensors.placements import held_by_this_rank, local_tensor
 

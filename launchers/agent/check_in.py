@@ -16,8 +16,8 @@ from typing import Any, final
 import torch.distributed as dist
 
 from meshpar.core.errors import LaunchError
-from meshpar.core.waiting import Waiting
 from meshpar.launchers.agent.terms import start_id
+from meshpar.process.waiting import Waiting
 
 _CONNECT_S, _POLL_S = 5.0, 0.05
 _ANSWER_S = 10.0  # in which member 0's word reaches the others

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import final
 
 from meshpar.core.errors import LaunchError
-from meshpar.core.waiting import Waiting
 from meshpar.launchers.agent.terms import NO_USE, RETRY, SILENT_S, STOPPED, start_id
+from meshpar.process.waiting import Waiting
 
 _BEAT_S, _ANSWER_S, _POLL_S = 1.0, 5.0, 0.05
 _LONGEST = 1 << 16  # bytes of a line, and about as many are read at once

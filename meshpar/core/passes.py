@@ -78,10 +78,6 @@ class Checking:
     guards: Guards
     verify: bool
 
-    def simulated(self) -> Checking:
-        """Return what stands in where ranks are simulated: nothing is tried."""
-        return Checking(self.guards, False)
-
 
 Fact = TypeVar("Fact")
 

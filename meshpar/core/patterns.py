@@ -1,6 +1,4 @@
-"""The one matcher of module and parameter names: ``*`` stands for one part of a dotted name or a piece of it, which
-``fnmatch`` would let cross dots; ``**`` for one part or more. A module's name covers all that is in it.
-"""
+"""The one matcher of dotted names: ``*`` is one part or a piece of it, which ``fnmatch`` would let cross dots."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from torch import nn
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a dotted ``name`` matches ``pattern``, part by part.
+    """Return whether a dotted ``name`` matches ``pattern``, part by part; ``**`` stands for one part or more.
 
     >>> from meshpar import matches
     >>> matches("layers.*", "layers.0"), matches("layers.*", "layers.0.up")

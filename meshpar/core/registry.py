@@ -155,26 +155,25 @@ def _repeated(module: nn.Module) -> Iterator[str]:
     for name, child in module.named_modules():
         if any(name.startswith(outer) for outer in prefixes) or not isinstance(child, nn.ModuleList | nn.Sequential):
             continue
-        entries = [
-            grandchild for grandchild in child._modules.values() if grandchild is not None
-        ]  # None holds the place of a layer that is left out
+        # None holds the place of a layer that is left out
+        entries = [grandchild for grandchild in child._modules.values() if grandchild is not None]
         if len(entries) > 1 and len({type(entry) for entry in entries}) == 1:
             prefix = f"{name}." if name else ""
             prefixes.append(prefix)
             yield from (
                 f"{prefix}{path}"
-                for path, block in _called(child)
+                for path, block in called_parts(child)
                 if any(parameter.ndim > 1 for parameter in block.parameters())
             )
 
 
-def _called(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of a container's parts; a container in it is replaced by its contents."""
+def called_parts(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module of a module's parts; a container in it is replaced by its contents."""
     for name, child in container.named_children():
         if is_called(child):
             yield name, child
         else:
-            yield from ((f"{name}.{path}", inner) for path, inner in _called(child))
+            yield from ((f"{name}.{path}", inner) for path, inner in called_parts(child))
 
 
 def untied(module: nn.Module, names: Iterable[str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Literal, final
 from meshpar._torch.operator_costs import FLOAT8
 from meshpar.core.errors import MeshparError, brief
 from meshpar.core.patterns import suggestion
-from meshpar.core.runtime import PEAK_FLOPS
+from meshpar.process.devices import PEAK_FLOPS
 from meshpar.process.imports import need
 
 Verdict = Literal["fits", "may fit", "does not fit"]
@@ -34,7 +34,7 @@ class Hardware:
     Attributes:
         name: name of the profile.
         peak: dtype -> dense floating-point operations per second, as stated by the maker, float8 for both formats; in
-            a YAML also the name of a device in :data:`meshpar.core.runtime.PEAK_FLOPS`.
+            a YAML also the name of a device in :data:`meshpar.process.devices.PEAK_FLOPS`.
         memory: bytes of device memory.
         reserved: bytes of this memory that tensors cannot use: the driver's context, collectives' buffers.
         memory_bandwidth: bytes per second of device memory, as stated by the maker.

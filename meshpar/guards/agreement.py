@@ -1,6 +1,4 @@
-"""Compare ranks: the batch and the random state of those that work on one sample together, the gradients of those
-that keep one copy.
-"""
+"""Compare ranks: batches and random states of those that share samples, gradients of those that keep copies."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ class Agreement(Guard):
         self._order: UnitOrder | None = None
         self._looks = Looks(always=self._always)
         self._ranks = Ranks.of(module, stages)
-        self._unused = runtime.standing_in(UnusedGradients(module, self._ranks if self._data else None))
+        self._unused = UnusedGradients(module, self._ranks if self._data else None)
         self._later: GradientMarks | None = None
 
     def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
@@ -105,7 +103,7 @@ class Agreement(Guard):
     def after_error(self) -> None:
         """End a forward in which an error was raised: gather what other ranks may wait for."""
         if self._order is not None:
-            self._order.fail()
+            self._order.end(failed=True)
 
     def before_unit(self, name: str, unit: nn.Module) -> None:
         """Check that all ranks call one unit: on a CPU each time, or once a forward if predicted. Collective."""
@@ -290,27 +288,22 @@ class UnitOrder:
         self._leave(number)
         return False
 
-    def end(self) -> bool:
+    def end(self, *, failed: bool = False) -> bool:
         """End a forward; return whether ranks must meet, because it called too few units. Collective where it did."""
-        habit, self._habit = self._habit, None
-        assert habit is not None, "a forward ends that has begun"
-        short = self._expected is not None and len(self._called) < len(self._expected)
+        habit, number = self._habit, len(self._called)
+        short = habit is not None and self._expected is not None and number < len(self._expected)
         if short:
-            self._leave(len(self._called), habit)
-        order, self._expected = tuple(self._called), None
-        habit.order, habit.times = order, habit.times + 1 if order == habit.order else 1
+            self._leave(number)
+        if habit is not None and not failed:
+            order = tuple(self._called)
+            habit.order, habit.times = order, habit.times + 1 if order == habit.order else 1
+        self._habit = self._expected = None
         return short
 
-    def fail(self) -> None:
-        """End a forward in which an error was raised, here or on all ranks. Collective where units were predicted."""
-        habit, self._habit = self._habit, None
-        if habit is not None and self._expected is not None and len(self._called) < len(self._expected):
-            self._leave(len(self._called), habit)
-        self._expected = None
-
-    def _leave(self, place: int, habit: _Habit | None = None) -> None:
-        habit, expected, self._expected = habit or self._habit, self._expected, None
+    def _leave(self, number: int) -> None:
+        """Gather what other ranks still expect from a number on, and predict later from now on."""
+        habit, expected, self._expected = self._habit, self._expected, None
         assert habit is not None and expected is not None, "only a predicted order can be left"
         habit.times, habit.needed = 0, 2 * habit.needed
-        for unit in expected[place:]:
+        for unit in expected[number:]:
             self._gather(unit)

@@ -1,16 +1,13 @@
-"""Make the run of a module on which the passes ran: its mechanisms, its guards in their order, what explains errors,
-and the tests of what passes divide, in its first forwards.
-"""
+"""Make the run of a module on which the passes ran: its mechanisms, guards in order, explanations and trials."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshpar._torch.calls import eager
@@ -49,7 +46,7 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
         moments.append(UnusedGradients(module, Ranks.of(module, stages_of(resolved)) if compares else None))
     else:
         first, last = own_guards(guarded)
-        trials = runtime.standing_in(FirstRuns(guarded)) if verify else None
+        trials = FirstRuns(guarded) if verify else None
         # Sorted: what guards exchange comes in this order, on hosts where packages were installed in another one, too.
         names = sorted(registry.names(registry.GUARDS))
         makers: list[MakesGuards] = [registry.plugin(registry.GUARDS, name) for name in names]
@@ -74,7 +71,8 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
 def _check_calls(run: Run) -> None:
     """Check the calls of the inner modules from outside of the model."""
     module, resolved = run.module, run.resolved
-    parts = dict([*_parts(module), *find_blocks(module, resolved.layout)])
+    own_parts = [item for item in registry.called_parts(module) if any(True for _ in item[1].parameters())]
+    parts = dict([*own_parts, *find_blocks(module, resolved.layout)])
     enter = "call the module, or a method by par.register_method(name)"
     if resolved.splits_sequence:
         why = (
@@ -90,16 +88,6 @@ def _check_calls(run: Run) -> None:
         why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
         run.calls.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
     run.calls.explain_parts(part for part in parts.values() if any(True for _ in part.children()))
-
-
-def _parts(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that the outermost one calls, also those in its lists."""
-    for inner, child in module.named_children():
-        full = f"{name}.{inner}" if name else inner
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _parts(child, full)
-        elif any(True for _ in child.parameters()):
-            yield full, child
 
 
 @final
@@ -143,10 +131,6 @@ class FirstRuns(Moment):
         self._units.reshard()
         report(test.run())
         return output
-
-    def simulated(self) -> None:
-        """Return nothing: simulated ranks try nothing."""
-        return
 
     def close_backward(self) -> None:
         """Let what ran eagerly for a test be compiled again."""

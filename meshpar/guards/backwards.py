@@ -1,6 +1,4 @@
-"""Refuse backwards that would use other weights than their forward, or none, or that run inside of a backward; and
-gradients that a step left, that hooks get too early, or that differ between ranks that keep them whole.
-"""
+"""Refuse backwards of other or freed weights or in a backward, and left, hooked or differing gradients."""
 
 from __future__ import annotations
 

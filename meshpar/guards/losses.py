@@ -1,7 +1,4 @@
-"""Compare the losses from which ranks that share samples and positions start a backward: what leaves a split module
-otherwise than by its output differs between them. Refuse what a model computes of a whole sequence of which ranks see
-different positions.
-"""
+"""Compare the losses of ranks that share samples and positions, and refuse what needs a whole sequence."""
 
 from __future__ import annotations
 

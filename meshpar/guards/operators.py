@@ -1,6 +1,4 @@
-"""Give operators on DTensors the results of one process where torch would silently give others, or refuse them: torch
-ignores ``tensor.data = value``, draws each part's random numbers, and loses writes into rows that it has gathered.
-"""
+"""Give operators on DTensors the results of one process where torch silently gives others, or refuse them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Refuse optimizers of parameters that the module no longer has, those that torch cannot run on its parameters, and
-those whose step of one parameter depends on parameters of other stages.
-"""
+"""Refuse optimizers of replaced parameters, those that torch cannot run, and steps that need other stages."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""The parameters that a plan placed on a module: refuse those that somebody added, replaced or removed since, and
-writes into them, and into buffers of recomputed blocks, inside of a forward.
-"""
+"""Refuse parameters added, replaced or removed since the plan, and writes inside of a forward."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
 
 import torch
@@ -234,7 +232,12 @@ class RecomputedBuffers(Guard):
         self._recomputed = [child for child in children if child._buffers and not isinstance(child, BatchNorm)]
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._before = list(self._buffers()) if torch.is_grad_enabled() else []
+        self._before = [
+            (child, name, buffer, buffer._version)
+            for child in (self._recomputed if torch.is_grad_enabled() else ())
+            for name, buffer in child._buffers.items()
+            if buffer is not None
+        ]
 
     def after_forward(self, output: object) -> None:
         before, self._before = self._before, []
@@ -244,9 +247,3 @@ class RecomputedBuffers(Guard):
                     f"{class_name(child)} changes its buffer {name!r} in forward, which recomputation would do twice; "
                     "leave such blocks out: ActivationCheckpoint(blocks=...)"
                 )
-
-    def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor, int]]:
-        for child in self._recomputed:
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    yield child, name, buffer, buffer._version

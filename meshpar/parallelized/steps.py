@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role, unmatched
 from meshpar.core.patterns import matches, modules_around
-from meshpar.core.waiting import reads_of
 from meshpar.losses.token_loss import Found as Losses
 from meshpar.losses.token_loss import Totals
 from meshpar.parallelized.ranks import ModuleOnMesh
 from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
+from meshpar.process.waiting import reads_of
 from meshpar.step.calls import compiled_form
 from meshpar.step.gathered_weights import Gathering
 from meshpar.tensors.placements import clip_grad_norms_

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from meshpar.core import registry
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
-from meshpar.core.waiting import reads_of
 from meshpar.exchange.rank_digests import check_replicas
 from meshpar.parallelized.ranks import ModuleOnMesh
 from meshpar.passes.data.unit_collectives import ReplicaShards
+from meshpar.process.waiting import reads_of
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay, averages_of
 from meshpar.state.full import gather_state, scatter_state

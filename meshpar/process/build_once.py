@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TextIO
 
 from meshpar.core.errors import RecipeError, brief
-from meshpar.core.waiting import EVERY_S, Waiting
 from meshpar.process.leftovers import leftover, on_the_way
+from meshpar.process.waiting import EVERY_S, Waiting
 
 _SILENT_S = 600.0  # without a sign of life, after which nobody waits for the process that builds
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

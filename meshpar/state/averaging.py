@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from meshpar._torch.tensors import foreach_lerp_
 from meshpar.core.errors import MeshparError
-from meshpar.core.waiting import reads_of
 from meshpar.passes.pipeline.portion import tensors_elsewhere
+from meshpar.process.waiting import reads_of
 from meshpar.state.full import misfits
 from meshpar.step.run import run_of
 from meshpar.tensors.placements import local_tensor, placed_like, whole_tensor

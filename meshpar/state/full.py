@@ -19,9 +19,9 @@ from meshpar._torch.calls import check_functional_calls, while_lives
 from meshpar._torch.dtensor import refuse_parts_as_numbers
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.core.waiting import reads_of
 from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
+from meshpar.process.waiting import reads_of
 from meshpar.step.moment import Moment
 from meshpar.step.run import fact_of, run_of
 from meshpar.tensors.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor

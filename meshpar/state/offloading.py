@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from meshpar._torch.tensors import memory_of
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.core.waiting import reads_of
+from meshpar.process.waiting import reads_of
 from meshpar.tensors.placements import local_tensor
 
 ALIGNMENT = 64

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch.tensors import held_part
 from meshpar._torch.units import Units
+from meshpar.core import runtime
 from meshpar.exchange.ranks import Ranks
 from meshpar.step.moment import Moment
 from meshpar.tensors.placements import held_by_this_rank, local_tensor, whole_tensor
@@ -127,8 +128,9 @@ class UnusedGradients(Moment):
         if unused and self._pending is not None:
             self._pending.wait()
             self._pending = None
-            marked = zip(parameters, self._marks.tolist(), strict=True)
-            used_somewhere = {id(parameter) for parameter, mark in marked if mark}
+            # simulated ranks all use the same
+            marks = runtime.among_real_ranks(self._marks.tolist) or [False] * len(parameters)
+            used_somewhere = {id(parameter) for parameter, mark in zip(parameters, marks, strict=True) if mark}
         for parameter in unused:
             if id(parameter) not in used_somewhere:
                 parameter.grad = None
@@ -144,21 +146,6 @@ class UnusedGradients(Moment):
         used = [parameter.grad is not None and id(parameter) not in zeros for parameter in parameters]
         self._marks = torch.tensor(used, dtype=torch.uint8, device="cpu")
         self._pending = dist.all_reduce(self._marks, dist.ReduceOp.MAX, self._ranks.hosts, async_op=True)
-
-    def simulated(self) -> Moment:
-        """Return what sends as much, and looks at nothing: simulated ranks all use the same parameters."""
-        return _SentMarks(self)
-
-
-@final
-class _SentMarks(Moment):
-    def __init__(self, real: UnusedGradients) -> None:
-        self._real = real
-
-    def gradients(self, unused: list[nn.Parameter]) -> None:
-        self._real._send(list(self._real._module.parameters()), unused)
-        for parameter in unused:
-            parameter.grad = None
 
 
 @final

@@ -22,7 +22,7 @@ from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.registry import layout_for
-from meshpar.core.waiting import reads_of
+from meshpar.process.waiting import reads_of
 from meshpar.step.backward import Backward, trained_outputs
 from meshpar.step.calls import Calls, Explains
 from meshpar.step.gathered_weights import GatheredWeights

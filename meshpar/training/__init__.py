@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from meshpar.process.imports import lazily
 
 if TYPE_CHECKING:
-    from meshpar.core.runtime import peak_flops
+    from meshpar.process.devices import peak_flops
     from meshpar.training.data import Batches, LoaderSettings
     from meshpar.training.elastic import Change, Replicas
     from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples, generate, log_likelihoods

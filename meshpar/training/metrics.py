@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from meshpar.core.errors import brief
-from meshpar.core.runtime import peak_flops
 from meshpar.parallelized import Parallelized
 from meshpar.passes.pipeline.portion import all_parameters
+from meshpar.process.devices import peak_flops
 from meshpar.process.imports import need
 from meshpar.process.leftovers import write_durably
 from meshpar.process.signals import Lenient

@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.core.waiting import reads_of
 from meshpar.parallelized import Parallelized
+from meshpar.process.waiting import reads_of
 from meshpar.state.initialize import state as tensors_of
 from meshpar.tensors.digests import digest_of_several, leaves
 from meshpar.tensors.placements import buckets, local_tensor, summed_in

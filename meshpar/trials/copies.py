@@ -1,8 +1,4 @@
-"""Copies of a user's model, or of a block of it, on which trials compute: the model's own state is not touched.
-
-What a module holds is copied by pickle in memory; what is outside of it, and libraries' objects, is shared. Copies hold
-parts of parameters: each read gathers one, and backward does so again.
-"""
+"""Copies of a user's model, or of a block of it, on which trials compute: the model's own state is not touched."""
 
 from __future__ import annotations
 
@@ -160,7 +156,9 @@ def _copy(values: Any, replaced: Mapping[int, Any], inside: set[int]) -> Any:
         copier = _StateWriter(file, replaced, inside)
         copier.dump(values)
         file.seek(0)
-        return _StateReader(file, copier.table).load()
+        reader = _StateReader(file)
+        reader.table = copier.table
+        return reader.load()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -169,12 +167,10 @@ def _copy(values: Any, replaced: Mapping[int, Any], inside: set[int]) -> Any:
 
 @final
 class _StateReader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, table: list[Any]) -> None:
-        super().__init__(file)
-        self._table = table
+    table: list[Any]
 
     def persistent_load(self, number: int) -> Any:
-        return self._table[number]
+        return self.table[number]
 
 
 @final
@@ -223,7 +219,7 @@ class _StateWriter(pickle.Pickler):
             return object.__new__, (kind,), _state_of(value), None, None, _set_state
         if kind is FunctionType:
             # what wraps a function, as torch's compiler does, may keep another function among its attributes
-            return _rebuild, (_SharedFunction(value), value.__closure__), dict(vars(value)), None, None, _set_state
+            return _FunctionMaker(value), (value.__closure__,), dict(vars(value)), None, None, _set_state
         if kind is _CACHE:
             return copy.copy, (value.__wrapped__,)
         if kind is CellType:
@@ -263,16 +259,15 @@ def _set_state(copied: object, state: dict[str, Any]) -> None:
 
 @final
 @dataclass(frozen=True)
-class _SharedFunction:
-    function: FunctionType
+class _FunctionMaker:
+    function: Any
 
-
-def _rebuild(shared: _SharedFunction, cells: tuple[CellType, ...]) -> FunctionType:
-    function: Any = shared.function
-    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    copied.__module__, copied.__qualname__ = function.__module__, function.__qualname__
-    return copied
+    def __call__(self, cells: tuple[CellType, ...]) -> FunctionType:
+        function = self.function
+        copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+        copied.__kwdefaults__ = function.__kwdefaults__
+        copied.__module__, copied.__qualname__ = function.__module__, function.__qualname__
+        return copied
 
 
 def _content_of(cell: CellType) -> tuple[Any, ...]:

@@ -1,7 +1,4 @@
-"""The engine of trials: whether what a pass divides computes what the author wrote, before anybody trusts it.
-
-docs/development.md describes the trials, which use this engine and ``copies``.
-"""
+"""The engine of trials: whether what a pass divides computes what the author wrote (docs/development.md)."""
 
 from __future__ import annotations
 

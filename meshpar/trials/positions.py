@@ -1,7 +1,4 @@
-"""The trial of a split of positions: the beginning of the first batch, whole on every rank and split over the ranks.
-
-Where they differ, blocks run with attention cut and one position NaN: what brings a NaN to another is named.
-"""
+"""The trial of positions: the beginning of the first batch, whole and split; a NaN shows what mixes them."""
 
 from __future__ import annotations
 
@@ -236,10 +233,8 @@ def _spread(value: object, length: int, *, inside: bool = True) -> bool:
 
 def _one_of_each_kind(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
     """Yield one block of each kind, and the outermost modules beside the blocks."""
-    kinds: dict[Any, str] = {}
-    for number, name in enumerate(blocks):
-        kinds.setdefault(kind_of(module.get_submodule(name), number), name)
-    yield from kinds.values()
+    numbered = reversed([*enumerate(blocks)])
+    yield from {kind_of(module.get_submodule(name), number): name for number, name in numbered}.values()
     around = {name.rsplit(".", depth)[0] for name in blocks for depth in range(1, name.count(".") + 1)}
     for name, _ in module.named_modules():
         if name and name.rpartition(".")[0] in {"", *around} and name not in {*around, *blocks}:

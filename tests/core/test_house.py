@@ -19,7 +19,6 @@ FLOORS = [
     for parts in (
         "process.secrets",
         "core.errors core.patterns",
-        "core.waiting",
         "process",
         "core.mesh weights losses.token_loss _torch core.runtime",
         "core.layout",
@@ -377,7 +376,10 @@ FACTS = {
     "the label that is not counted": ("meshpar/losses/token_loss.py", lambda value: value == -100),
     "the name of a step's folder": ("checkpoints/format/manifest.py", lambda value: begins(value, "step-")),
     "the prefix of a model's tensors": ("checkpoints/format/manifest.py", lambda value: value == "model."),
-    "the peak speed of an accelerator": ("meshpar/core/runtime.py", lambda value: value in (312e12, 989e12, 2250e12)),
+    "the peak speed of an accelerator": (
+        "meshpar/process/devices.py",
+        lambda value: value in (312e12, 989e12, 2250e12),
+    ),
     "the mesh that the nodes decide": ("meshpar/core/mesh.py", lambda value: begins(value, "auto(")),
 }
 """What may be written in one file alone, and how a constant that writes it looks."""

@@ -23,7 +23,6 @@ import torch
 from torch.distributed.elastic.multiprocessing import PContext
 
 from meshpar import LaunchError, ParallelError
-from meshpar.core import waiting
 from meshpar.launchers.agent import check_in, failures
 from meshpar.launchers.agent.check_in import check_in_nodes
 from meshpar.launchers.agent.failures import Failure, error_file, first_error, forget_left, recorded
@@ -42,6 +41,7 @@ from meshpar.launchers.agent.terms import NO_USE, RankTask, at_work
 from meshpar.launchers.commands.train import _ranks_here
 from meshpar.launchers.jobs.job import _new_steps_noted
 from meshpar.launchers.recipes.loading import load_recipe
+from meshpar.process import waiting
 from tests.support.patience import patient, until
 
 ROOT = Path(__file__).parents[2]

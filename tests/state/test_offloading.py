@@ -11,8 +11,8 @@ import meshpar.forecasting.device as device
 from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.background import Stager
-from meshpar.core.waiting import reads_of
 from meshpar.passes.data.unit_collectives import ReplicaShards
+from meshpar.process.waiting import reads_of
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.accelerator.simulated import allocate, alone, install, simulated
@@ -243,8 +243,8 @@ def test_an_open_stream_of_weights_holds_off_who_changes_them():
 
 
 def test_a_wait_for_a_read_that_does_not_end_is_bounded_and_names_it(monkeypatch, capfd):
-    monkeypatch.setattr("meshpar.core.waiting.READS_S", 0.2)
-    monkeypatch.setattr("meshpar.core.waiting.EVERY_S", 0.0)
+    monkeypatch.setattr("meshpar.process.waiting.READS_S", 0.2)
+    monkeypatch.setattr("meshpar.process.waiting.EVERY_S", 0.0)
     module = nn.Linear(1, 1)
     end = reads_of(module).begin("the save of step 3 in the background", beside=True)
     with pytest.raises(MeshparError, match=r"swapped\(\) waited 0 s for the save of step 3 in the background"):

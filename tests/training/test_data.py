@@ -348,7 +348,7 @@ def test_who_waits_for_a_build_says_for_whom_and_not_for_ever(tmp_path, monkeypa
             failures.append(error)
 
     monkeypatch.setattr("meshpar.process.build_once._SILENT_S", 0.3, raising=False)
-    monkeypatch.setattr("meshpar.core.waiting.EVERY_S", 0.0, raising=False)
+    monkeypatch.setattr("meshpar.process.waiting.EVERY_S", 0.0, raising=False)
     waiter = threading.Thread(target=waits)
     waiter.start()
     waiter.join(patient(10))
