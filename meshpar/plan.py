@@ -19,7 +19,7 @@ from meshpar.core.checks import arrows, check_arguments, checked_layout, problem
 from meshpar.core.errors import LayoutError, MeshError, MeshparError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, default_device_type
-from meshpar.core.passes import Checking, Facts, Guards, Pass, Role, check_guards
+from meshpar.core.passes import Checking, Facts, Guards, Pass, Role
 from meshpar.core.resolved import Resolved, resolve, run_passes
 from meshpar.exchange.ranks import next_number
 from meshpar.guards.attach import make_run
@@ -73,8 +73,7 @@ class Plan:
         guards: Guards = "always",
         frozen: bool = False,
     ) -> None:
-        check_arguments(mesh, passes)
-        check_guards(guards)
+        check_arguments(mesh, passes, guards)
         object.__setattr__(self, "guards", guards)
         object.__setattr__(self, "verify", verify)
         object.__setattr__(self, "frozen", frozen)

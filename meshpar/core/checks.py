@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import get_args
 
 import torch
 from torch import nn
@@ -14,8 +15,8 @@ from meshpar._torch.tensors import gradient_hooks
 from meshpar.core import registry
 from meshpar.core.errors import LayoutError, MeshError, PlanError, shown
 from meshpar.core.layout import ModelLayout
-from meshpar.core.mesh import MeshSpec, check_mesh
-from meshpar.core.passes import Pass, Role, Stage, axes_of, held_mesh, seen_mesh, unaveraged
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Guards, Pass, Role, Stage, axes_of, held_mesh, seen_mesh, unaveraged
 from meshpar.core.patterns import class_name
 
 LARGE_PARAMETER = 1 << 24
@@ -42,14 +43,22 @@ def problems_of(
         yield from _content_problems(real_passes, module, layout, mesh, of_parts)
 
 
-def check_arguments(mesh: object, passes: object) -> None:
-    """Raise for a mesh and passes of another kind than a plan takes: a pass that stands alone, text, a dict."""
-    check_mesh(mesh)
+def check_arguments(mesh: object, passes: object, guards: object) -> None:
+    """Raise for arguments of another kind than a plan takes: a pass that stands alone, text, a dict."""
+    if not isinstance(mesh, MeshSpec | str):
+        raise MeshError(
+            f"a plan's mesh is {shown(mesh)} of type {type(mesh).__name__}; expected text such as 'dp_shard=2,tp=4', "
+            "or a MeshSpec: write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
+        )
     if isinstance(passes, str) or not isinstance(passes, Iterable):
         kind = passes if isinstance(passes, type) else type(passes)
         example = f"{kind.__name__}()" if issubclass(kind, Pass) else _example()
         raise PlanError(
             [f"a plan's passes are {shown(passes)}; expected a list of passes: write Plan({str(mesh)!r}, [{example}])"]
+        )
+    if guards not in (settings := get_args(Guards)):
+        raise PlanError(
+            [f"guards={guards!r} is not known; expected one of {', '.join(map(repr, settings))}: write guards='first'"]
         )
 
 

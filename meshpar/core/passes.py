@@ -6,13 +6,13 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, final, get_args
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.core.errors import MeshError, PlanError
+from meshpar.core.errors import MeshError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.patterns import class_name, find_modules, is_called, suggestion
@@ -60,14 +60,6 @@ Guards = Literal["always", "first", "off"]
 ``first``: they exchange in the first steps, and then compare only what costs no exchange. ``off``: the passes run
 alone.
 """
-
-
-def check_guards(guards: object) -> None:
-    """Raise PlanError for a value that is no setting of the guards."""
-    if guards not in (settings := get_args(Guards)):
-        raise PlanError(
-            [f"guards={guards!r} is not known; expected one of {', '.join(map(repr, settings))}: write guards='first'"]
-        )
 
 
 @final

@@ -35,23 +35,21 @@ class Looks:
     def __init__(self, *, always: bool = True) -> None:
         self._count: Counter[str] = Counter()
         self._always = always
+        # Simulated ranks are past the first calls.
+        self._first = runtime.among_real_ranks(lambda: 1) or 0
 
     def now(self, name: str, device: torch.device) -> bool:
         """Return whether to look at what is called ``name`` this time, and count it."""
-        return self.first(name) or self.next(name, device)
+        return self.first(name) or (self._always and runtime.over_hosts(device))
 
     def next(self, name: str, device: torch.device) -> bool:
         """Return whether to look at what is called ``name`` the next time."""
-        return self._count[name] < self._times() or (self._always and runtime.over_hosts(device))
+        return self._count[name] < self.FIRST * self._first or (self._always and runtime.over_hosts(device))
 
     def first(self, name: str) -> bool:
         """Return whether this is one of the first times, and count it."""
         self._count[name] += 1
-        return self._count[name] <= self._times()
-
-    def _times(self) -> int:
-        """Return how many times are the first ones; simulated ranks are past them."""
-        return runtime.among_real_ranks(lambda: self.FIRST) or 0
+        return self._count[name] <= self.FIRST * self._first
 
 
 @final

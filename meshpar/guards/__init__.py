@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshpar.core.passes import Role
 from meshpar.guards.agreement import Agreement
 from meshpar.guards.backwards import Backwards, HookedGradients, Reentrant, UnfinishedSteps
-from meshpar.guards.losses import Losses, WholeSequences
+from meshpar.guards.losses import WholeSequences
 from meshpar.guards.optimizers import Optimizers
 from meshpar.guards.placed_parameters import PlacedParameters, RecomputedBuffers, WrittenInForward
 from meshpar.guards.stage_numbers import StageNumbers
@@ -22,4 +22,4 @@ def own_guards(guarded: Guarded) -> tuple[list[Guard], list[Guard]]:
     first += [StageNumbers(guarded)] if divided(Role.LAYERS) else []
     first += [WholeSequences(guarded)] if divided(Role.POSITIONS) else []
     first += [WrittenInForward(guarded), Reentrant()]
-    return first, [Agreement(guarded), Losses.of(guarded), Backwards(guarded, placed), HookedGradients(guarded.units)]
+    return first, [Agreement(guarded), Backwards(guarded, placed), HookedGradients(guarded.units)]

@@ -20,6 +20,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.exchange.ranks import GradientMarks, Looks, Ranks, same, stages_of
 from meshpar.guards.backwards import check_copies
+from meshpar.guards.losses import compare_losses
 from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.random import draws_random
@@ -44,6 +45,8 @@ class Agreement(Guard):
         held_mesh, whole_mesh = guarded.meshes[resolved.held], guarded.meshes[resolved.spec]
         self._data = {axis: held_mesh.get_group(axis) for axis in resolved.reduced}
         self._same = {axis: held_mesh.get_group(axis) for axis in resolved.same}
+        # ranks with the same samples and positions
+        self._alike = {} if resolved.splits_sequence else self._same
         # ranks with different positions of the same samples
         self._split = {axis: whole_mesh.get_group(axis) for axis in resolved.divided(Role.POSITIONS)}
         # ranks whose blocks draw the same random numbers outside of what is split
@@ -129,9 +132,13 @@ class Agreement(Guard):
             )
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
-        """Check that all data ranks begin a backward together: other collectives would pair up with its own."""
-        if self._data and self._looks.next("a backward", self._guarded.device) and reaches():
+        """Check that data ranks begin a backward together, and ranks with the same positions from one loss."""
+        device = self._guarded.device
+        if self._data and self._looks.next("a backward", device) and reaches():
             self._ranks.meet("a backward")
+        if self._alike and self._looks.next("a loss", device) and reaches():
+            self._looks.first("a loss")
+            compare_losses(roots, self._alike, device)
 
     def before_micro_batch(self, left: int) -> None:
         """Check that all ranks are equally far in their step. Collective."""

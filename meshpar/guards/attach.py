@@ -40,7 +40,7 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
     moments: list[Moment] = [left_gradients, *(moment for of_pass in installed for moment in of_pass.moments)]
     moments += [GradientHooks(guarded.units)] if guarded.units.modules else []
     moments += [OptimizerStates(of_some_layers=bool(resolved.divided(Role.LAYERS)))]
-    trials = explanation = None
+    trials = explain = None
     if guarded.guards == "off":
         compares = resolved.reduced and dist.get_world_size() > 1
         moments.append(UnusedGradients(module, Ranks.of(module, stages_of(resolved)) if compares else None))
@@ -54,10 +54,10 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
         moments += [*first, *of_packages, *last, *([] if trials is None else [trials])]
         data_pass, splits = resolved.data_pass, resolved.divided(Role.FEATURES)
         unit_pass, features = None if data_pass is None else data_pass.name, facts.find(Context) if splits else None
-        explanation = Explanation(module, title, features=features, unit_pass=unit_pass)
+        explain = Explanation(module, title, features=features, unit_pass=unit_pass).told
     standing = (runtime.standing_in(moment) for moment in moments)
     present = tuple(moment for moment in standing if moment is not None)
-    run = Run(guarded, present, explanation=explanation, first_runs=trials)
+    run = Run(guarded, present, explain=explain, first_runs=trials)
     if guarded.guards != "off":
         one_process(run, inside_a_call)
         _check_calls(run)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping
-from types import TracebackType
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 from torch import nn
@@ -135,7 +136,7 @@ class Explanation:
 
     def _message(self, error: Exception) -> str | None:
         text = str(error)
-        frames = list(_frames(error.__traceback__))
+        frames = list(_frames(error))
         name, culprit, line = self._innermost(frames)
         split = self._features
         causes = (*self._causes, _SHARE) if split is not None and type(error) is RuntimeError else self._causes
@@ -197,27 +198,21 @@ def _is_part(text: str, ranks: int) -> bool:
     return smaller * ranks == larger
 
 
-def _frames(trace: TracebackType | None) -> Any:
+def _frames(error: Exception) -> Iterator[tuple[Any, str]]:
     """Yield (self, source line or '' in code of torch's and ours) of every frame, outermost first."""
-    while trace is not None:
-        frame = trace.tb_frame
+    for frame, number in traceback.walk_tb(error.__traceback__):
         frame_module = frame.f_globals.get("__name__", "")
         own_code = not frame_module.startswith(_NEVER_AT_FAULT) and frame_module != __name__
-        where = f"{frame.f_code.co_filename}:{trace.tb_lineno}" if own_code else ""
+        where = f"{frame.f_code.co_filename}:{number}" if own_code else ""
         yield frame.f_locals.get("self", frame.f_locals.get("module")), where
-        trace = trace.tb_next
 
 
 def _placements(module: nn.Module) -> str:
     texts = []
-    for name, parameter in module.named_parameters():
+    for name, parameter in itertools.islice(module.named_parameters(), 4):
+        placed = "whole"
         if isinstance(parameter, DTensor):
             axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-            texts.append(
-                f"{name} {tuple(parameter.shape)} as {', '.join(f'{axis}:{placement}' for axis, placement in axes)}"
-            )
-        else:
-            texts.append(f"{name} {tuple(parameter.shape)} whole")
-        if len(texts) == 4:
-            break
+            placed = f"as {', '.join(f'{axis}:{placement}' for axis, placement in axes)}"
+        texts.append(f"{name} {tuple(parameter.shape)} {placed}")
     return "; ".join(texts) or "no parameters"

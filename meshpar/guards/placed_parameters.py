@@ -169,14 +169,10 @@ def _held_features(layer: nn.Module) -> tuple[int, ...]:
 
 
 def _alike(one: object, other: object) -> bool:
-    return (
-        isinstance(one, DTensor)
-        and isinstance(other, DTensor)
-        and (one.device_mesh, one.placements, one.shape, one.dtype, one.device, one.requires_grad)
-        == (other.device_mesh, other.placements, other.shape, other.dtype, other.device, other.requires_grad)
-        and not one._backward_hooks
-        and not one._post_accumulate_grad_hooks
-    )
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
+        return False
+    laid_out = [(x.device_mesh, x.placements, x.shape, x.dtype, x.device, x.requires_grad) for x in (one, other)]
+    return laid_out[0] == laid_out[1] and not one._backward_hooks and not one._post_accumulate_grad_hooks
 
 
 def _tied_since(names: Mapping[str, int], now: Mapping[str, nn.Parameter]) -> list[str]:

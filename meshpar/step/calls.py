@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -49,19 +49,16 @@ def compiled_form(module: nn.Module) -> nn.Module:
     return module if form is None else form
 
 
-class Explains(Protocol):
-    """Tells errors in the user's terms."""
-
-    def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return ``run(*args, **kwargs)``, and raise another error in the place of one whose cause is known."""
+Explain = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+"""Returns ``run(*args, **kwargs)``, and raises another error in the place of one whose cause is known."""
 
 
 @final
 class Calls:
-    """The calls of one module; ``depth``: how many run in one another. Errors are told by ``explanation``."""
+    """The calls of one module; ``depth``: how many run in one another. Errors are told by ``explain``."""
 
-    def __init__(self, module: nn.Module, explanation: Explains | None) -> None:
-        self._module, self._explanation = module, explanation
+    def __init__(self, module: nn.Module, explain: Explain | None) -> None:
+        self._module, self._explain = module, explain
         self.depth = 0
         self._method: Callable[..., Any] | None = None
         self._explained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -119,7 +116,7 @@ class Calls:
 
     def explained(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return ``run(*args, **kwargs)``; errors are explained in the user's terms where the guards are on."""
-        return run(*args, **kwargs) if self._explanation is None else self._explanation.told(run, args, kwargs)
+        return run(*args, **kwargs) if self._explain is None else self._explain(run, args, kwargs)
 
     def explain_parts(self, parts: Iterable[nn.Module]) -> None:
         """Explain errors of parts that are called from outside of the module, like those of the module's own calls."""

@@ -24,7 +24,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.registry import layout_for
 from meshpar.process.waiting import reads_of
 from meshpar.step.backward import Backward, trained_outputs
-from meshpar.step.calls import Calls, Explains
+from meshpar.step.calls import Calls, Explain
 from meshpar.step.gathered_weights import GatheredWeights
 from meshpar.step.moment import Guarded, HandsOn, Moment
 from meshpar.tensors.adafactor import adafactor_by_parts
@@ -59,13 +59,13 @@ class Run:
         guarded: Guarded,
         moments: Sequence[Moment],
         *,
-        explanation: Explains | None = None,
+        explain: Explain | None = None,
         first_runs: Trials | None = None,
     ) -> None:
         self.module, self.resolved, self.meshes = guarded.module, guarded.resolved, guarded.meshes
         self.device, self.units, self.facts = guarded.device, guarded.units, guarded.facts
         self.lengths, self.guards, self.first_runs = guarded.lengths, guarded.guards, first_runs
-        self.calls = Calls(self.module, explanation)
+        self.calls = Calls(self.module, explain)
         same = self.resolved.same
         hands_on = self.facts.find(HandsOn)
         self.backward = Backward(self.module, self.units, same, lambda: (self._gathered, *self.moments), hands_on)
@@ -74,7 +74,7 @@ class Run:
         self._ready = False
         self._outside: dict[nn.Module, ExitStack] = {}
         if moments:
-            self._install(explained=explanation is not None)
+            self._install(explained=explain is not None)
 
     def find(self, kind: type[Fact]) -> Fact | None:
         """Return the fact of a type that some pass installed, None where none did."""
