@@ -41,16 +41,17 @@ PRELOAD += [
 
 FIRST = (
     "test_slurm.py",  # mostly waits for processes of its own
-    *("test_architectures.py", "test_replicas.py", "test_watchdog.py", "test_strangers.py"),
+    *("test_main_job.py", "test_replicas.py", "test_run.py", "test_launch.py", "test_object_store.py"),
+    *("test_architectures.py", "test_watchdog.py", "test_strangers.py"),
     *("test_forecast.py", "test_parity.py", "positions/test_parallel.py", "experts/test_parallel.py", "test_passes.py"),
     *("test_cycle.py", "test_unit_collectives.py", "pipeline/test_parallel.py", "test_loops.py"),
-    *("test_memory.py", "test_traps.py", "test_training.py", "test_nccl.py", "test_split.py"),
-    *("test_lora.py", "test_muon.py", "test_batch_norm.py", "test_published.py", "test_own.py"),
-    *("test_plugins.py", "test_planned.py", "test_guide.py", "test_house.py", "test_extras.py"),
+    *("test_memory.py", "test_traps.py", "remedies/test_exact.py", "test_training.py", "test_nccl.py", "test_split.py"),
+    *("test_lora.py", "test_muon.py", "test_batch_norm.py", "test_published.py", "test_own.py", "test_hostile.py"),
+    *("test_plugins.py", "test_planned.py", "test_guide.py", "test_house.py", "test_extras.py", "test_offloading.py"),
     *("test_small_adamw.py", "test_adafactor.py", "test_objectives_parallel.py", "test_huggingface.py"),
-    *("test_averaging.py", "test_speed.py", "test_waits.py", "test_export.py"),
+    *("test_averaging.py", "test_speed.py", "test_waits.py", "test_export.py", "test_damage.py"),
     *("test_async.py", "test_after_apply.py", "test_quantize.py", "test_check.py", "test_generating.py"),
-    *("test_main_job.py", "test_jobs.py", "test_profile.py", "test_quickstart.py"),
+    *("test_jobs.py", "test_profile.py", "test_quickstart.py", "test_faults.py", "test_examples.py", "test_crash.py"),
 )
 """The longest files come first, so that no worker is left alone at the end."""
 
