@@ -468,10 +468,10 @@ ROWS = [
     .refuses(lambda: tied_split("vocab", None))
     .helps("give both a style", lambda: tied_split("vocab", "head"))
     .helps("neither", lambda: tied_split(None, None)),
-    Row("{}.{} {} has no style among projections split by heads or features", result=[])
+    Row("{} {} has no style among projections split by heads or features", result=[])
     .refuses(lambda: split(scaled()))
     .helps(
-        "give '{}.{}' 'per_head' where its first dim counts them",
+        "give '{}' 'per_head' where its first dim counts them",
         lambda: [problem for style in ("per_head", "grad_sum", None) for problem in split(scaled(), mlp__scale=style)],
     )
     .helps("leave its projections whole", lambda: kept(*BOTH, module=scaled())),

@@ -318,13 +318,14 @@ def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
     styled = {name for name, _, _ in table.styled}
     split = [name for name, _, style in table.styled if style == Colwise()]
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in split):
-        for name, parameter in module.get_submodule(owner).named_parameters(recurse=False):
-            if owner not in styled and not table.covers(f"{owner}.{name}"):
+        for leaf, parameter in module.get_submodule(owner).named_parameters(recurse=False):
+            name = f"{owner}.{leaf}".lstrip(".")
+            if owner not in styled and not table.covers(name):
                 patterns = [*table.modules, *table.parameters]
                 entries = [entry for entry in patterns if matches(entry.rpartition(".")[0], owner)]
                 yield (
-                    f"{owner}.{name} {tuple(parameter.shape)} has no style among projections split by heads or "
-                    f"features; give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where "
+                    f"{name} {tuple(parameter.shape)} has no style among projections split by heads or "
+                    f"features; give '{name}' 'per_head' where its first dim counts them, 'grad_sum' where "
                     "each rank uses the whole of it with its heads or features, None where it meets whole features (a "
                     f"scale of the output), or leave its projections whole: {whole_styles(sorted(entries))}"
                 )
