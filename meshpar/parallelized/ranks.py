@@ -11,13 +11,16 @@ from typing import Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from meshpar._torch.calls import while_lives
 from meshpar._torch.groups import share_timeout
+from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Pass, Role
 from meshpar.passes.data.unit_collectives import ReplicaShards
 from meshpar.passes.positions.parallel import positions, selected, with_positions
 from meshpar.passes.tensor import random
+from meshpar.passes.tensor.collectives import gather_partial
 from meshpar.step.calls import watch_compiled
 from meshpar.step.run import Run
 
@@ -184,8 +187,62 @@ class ModuleOnMesh:
 
     def data_sum(self, values: Tensor) -> Tensor:
         """Sum ``values`` over samples and positions, in place, and return it. Collective: every rank calls it."""
-        self.run.agree("par.data_sum")
-        summed = values.to(self.device)
+        return self._reduce(values, dist.ReduceOp.SUM, "par.data_sum")
+
+    def data_max(self, values: Tensor) -> Tensor:
+        """Take the largest ``values`` of all samples and positions, in place, and return it.
+
+        Element by element, as for the longest sequence of a batch. Collective: every rank calls it.
+        """
+        return self._reduce(values, dist.ReduceOp.MAX, "par.data_max")
+
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType, place: str) -> Tensor:
+        """Reduce ``values`` over samples and positions, in place."""
+        self.run.agree(place)
+        reduced = values.to(self.device)
         for axis in self.resolved.averaged:
-            dist.all_reduce(summed, group=self._held_on.get_group(axis))
-        return values if summed is values else values.copy_(summed)
+            dist.all_reduce(reduced, operation, self._held_on.get_group(axis))
+        return values if reduced is values else values.copy_(reduced)
+
+    def gather(self, values: Tensor, dim: int = 0, *, uneven: bool = False) -> Tensor:
+        """Return the ``values`` of all data ranks joined along ``dim``, in the order of samples, with gradients.
+
+        ``loss = contrast(par.gather(features))`` is the loss of one process over the whole batch, such as CLIP's with
+        its negatives, and its gradients are that process's: each rank's ``values`` get the gradients of all ranks'
+        losses, and meshpar averages gradients over ranks. A loss of this rank's rows alone against all columns is
+        right, too: the loss is then the mean of the ranks' losses. Ranks of ``tp``, ``cp`` and ``pp`` join nothing.
+
+        Args:
+            values: a plain tensor, such as features (B, D) of this rank's samples.
+            dim: the dimension of samples.
+            uneven: ranks may have different numbers of samples, as in a last batch: they exchange the numbers before,
+                for which the host waits.
+
+        Returns:
+            The joined tensor, the same on all data ranks; ``values`` itself where there is one.
+
+        Raises:
+            MeshparError: ranks have different numbers of samples, and not ``uneven``.
+
+        Collective: every rank calls it.
+        """
+        length, dim = values.shape[dim], dim % values.ndim
+        if not all(self.run.agree("par.gather", [0 if uneven else length])):
+            raise MeshparError(
+                f"data ranks give par.gather different numbers of samples, this one {length}; drop the incomplete last "
+                "batch, or pass uneven=True"
+            )
+        if not uneven:
+            return self._join(values, dim)
+        lengths = self._join(torch.tensor([length], device=self.device), 0).tolist()
+        longest = max(lengths)
+        padded = functional.pad(values, [0, 0] * (values.ndim - 1 - dim) + [0, longest - length])
+        parts = self._join(padded, dim).unflatten(dim, (len(lengths), longest)).unbind(dim)
+        return torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, lengths, strict=True)], dim)
+
+    def _join(self, values: Tensor, dim: int) -> Tensor:
+        """Join the data ranks' ``values``, innermost axis first; the gradient is summed over them."""
+        for axis in reversed(self.data_axes):
+            if self.spec.axes[axis] > 1:
+                values = gather_partial(values, dim, self.mesh.get_group(axis))
+        return values

@@ -49,6 +49,10 @@ ROWS = [
     .helps(
         "Give collectives of your own in a loss or a hook group=par.data_group", "next_ones(features, par.data_group)"
     ),
+    Tested("data ranks give par.gather different numbers of samples")
+    .by("tests/parallelized/test_ranks.py::test_uneven_parts_are_refused_on_every_rank_unless_asked_for")
+    .helps("drop the incomplete last batch", "drop_last = values[:2]")
+    .helps("pass uneven=True", "uneven=True"),
     Tested("was built for")
     .by(
         "tests/training/test_lora.py::test_adapters_that_peft_builds_after_apply_are_refused_and_what_the_message_says_is_exact"
