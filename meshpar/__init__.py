@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshpar.core.mesh import MeshSpec
     from meshpar.core.passes import Installed
     from meshpar.core.patterns import covers, matches
-    from meshpar.core.runtime import distributed
+    from meshpar.core.runtime import distributed, init, is_main, print0
     from meshpar.forecasting.api import forecast
     from meshpar.losses.chunked import chunked_token_loss
     from meshpar.losses.token_loss import token_loss
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         TensorParallel,
     )
     from meshpar.passes.positions.attention import attention, attention_mask
+    from meshpar.passes.usual import passes_for
     from meshpar.plan import Plan
     from meshpar.step.moment import Guard, Guarded, Moment
     from meshpar.weights import WeightMap, WeightSource
@@ -59,7 +60,8 @@ __all__ = [
     "LayoutError", "MeshError", "MeshSpec", "MeshparError", "ModelLayout", "Moment", "ParallelError", "Parallelized",
     "Pass", "PipelineParallel", "Plan", "PlanError", "PreflightError", "RecipeError", "Replicate", "Role", "Stage",
     "StagesLayout", "TensorLayout", "TensorParallel", "WeightMap", "WeightSource", "__version__", "attention",
-    "attention_mask", "chunked_token_loss", "covers", "distributed", "forecast", "matches", "token_loss",
+    "attention_mask", "chunked_token_loss", "covers", "distributed", "forecast", "init", "is_main", "matches",
+    "passes_for", "print0", "token_loss",
 ]  # fmt: skip
 
 _PASSES = [
@@ -70,9 +72,10 @@ _HOMES = {
     "core.errors": [name for name in __all__ if name.endswith("Error")],
     "core.layout": ("AttentionLayout", "ExpertsLayout", "ModelLayout", "StagesLayout", "TensorLayout"),
     "core.mesh": ("MeshSpec",), "core.passes": ("Installed",), "core.patterns": ("covers", "matches"),
-    "core.runtime": ("distributed",), "forecasting.api": ("forecast",), "losses.chunked": ("chunked_token_loss",),
-    "losses.token_loss": ("token_loss",), "parallelized": ("Parallelized",), "passes": _PASSES, "plan": ("Plan",),
-    "step.moment": ("Guard", "Guarded", "Moment"), "passes.positions.attention": ("attention", "attention_mask"),
+    "core.runtime": ("distributed", "init", "is_main", "print0"), "forecasting.api": ("forecast",),
+    "losses.chunked": ("chunked_token_loss",), "losses.token_loss": ("token_loss",), "parallelized": ("Parallelized",),
+    "passes": _PASSES, "plan": ("Plan",), "step.moment": ("Guard", "Guarded", "Moment"),
+    "passes.positions.attention": ("attention", "attention_mask"), "passes.usual": ("passes_for",),
     "weights": ("WeightMap", "WeightSource"),
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ from meshpar.launchers.recipes.sections import Own
 from meshpar.launchers.recipes.yamlfile import Document, apply_overrides, dotted
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import PRESETS, TransformerConfig
+from meshpar.passes.usual import passes_for
 from meshpar.plan import Plan
 from meshpar.training.lora import LoRA
 from meshpar.training.optimizer import AdamWSettings, Schedule
@@ -55,8 +56,11 @@ def describe_recipe(
     ranks = build.world_size_of(recipe) if world_size is None else world_size
     recipe, ranks, replicas = one_replica(recipe, ranks, elastic)
     model = build.build_shape(recipe)
-    table = build.plan_of(recipe).describe(model, build.layout_of(recipe, model), world_size=ranks, replicas=replicas)
-    return str(dataclasses.replace(table, optimizer_bytes=None) if isinstance(recipe.optimizer, Own) else table)
+    plan = build.plan_of(recipe)
+    table = plan.describe(model, build.layout_of(recipe, model), world_size=ranks, replicas=replicas)
+    table = dataclasses.replace(table, optimizer_bytes=None) if isinstance(recipe.optimizer, Own) else table
+    usual = ", ".join(f"{pass_.name}()" for pass_ in passes_for(plan.mesh))
+    return f'{table}\nmeshpar.passes_for("{plan.mesh}") returns [{usual}]'
 
 
 def one_replica(recipe: Recipe, ranks: int, elastic: str | None, nodes: int = 1) -> tuple[Recipe, int, int]:

@@ -16,20 +16,19 @@ from pydantic import Field, PrivateAttr
 from meshpar.checkpoints.storage import place as storage
 from meshpar.core import registry
 from meshpar.core.errors import MeshparError, RecipeError, brief
-from meshpar.core.mesh import MeshSpec, is_auto
+from meshpar.core.mesh import MeshSpec
 from meshpar.core.patterns import suggestion
 from meshpar.launchers.recipes import sections
 from meshpar.launchers.recipes.schema import Section, build, section_of, section_of_call, validate
 from meshpar.launchers.recipes.sections import Own
 from meshpar.launchers.recipes.yamlfile import Document, Place, place_of, to_yaml
 from meshpar.passes import Pass
+from meshpar.passes.usual import passes_for
 from meshpar.process.imports import expanded
 from meshpar.process.secrets import redacted
 from meshpar.training.lora import LoRA
 from meshpar.training.settings import Bound
 
-BY_AXIS = (("ep", "ExpertParallel"), ("cp", "ContextParallel"), ("tp", "TensorParallel"))
-"""Axis -> the pass that works on it, in the order in which they apply."""
 Written = dict[str, dict[str, Any]]
 """A pass as a resolved recipe writes it: ``{"FullyShard": {"offload": "cpu"}}``."""
 Find: TypeAlias = Callable[[registry.Kind, str], Any]
@@ -341,16 +340,7 @@ def read_passes(
 
 
 def default_passes(mesh: MeshSpec | str | None) -> list[Written]:
-    if mesh is None:
-        return []
-    if isinstance(mesh, str) and is_auto(mesh):
-        axes = {"dp_replicate", "dp_shard", *(axis for axis, _ in BY_AXIS if axis in mesh)}
-    else:
-        axes = set((mesh if isinstance(mesh, MeshSpec) else MeshSpec(mesh)).axes)
-    names = [name for axis, name in BY_AXIS if axis in axes]
-    if data := axes & {"dp_shard", "dp_replicate"}:
-        names.append("HybridShard" if len(data) > 1 else "FullyShard" if "dp_shard" in data else "Replicate")
-    return [{name: {}} for name in names]
+    return [{pass_.name: {}} for pass_ in (() if mesh is None else passes_for(mesh))]
 
 
 def make_passes(passes: Sequence[Mapping[str, Mapping[str, Any]]], find: Find = registry.Kind.find) -> list[Pass]:

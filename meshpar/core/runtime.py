@@ -6,8 +6,9 @@ import atexit
 import functools
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -44,6 +45,12 @@ def ranks_per_node() -> int | None:
 def is_main() -> bool:
     """Return whether this is rank 0, the one that writes and prints."""
     return rank() == 0
+
+
+def print0(*values: object) -> None:
+    """Print on rank 0 alone, at once: the other ranks print nothing."""
+    if is_main():
+        print(*values, flush=True)  # noqa: T201 - what it is for
 
 
 def launched() -> bool:
@@ -141,6 +148,41 @@ def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TI
     finally:
         if not lost:
             _close()
+
+
+def init(device_type: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
+    """Open a process group for a script without a ``main()``, as :func:`distributed` does; return this rank's device.
+
+    The group lives as long as the process and is closed at its end. One that is open already is used and stays open.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, ...; None: the accelerator where there is one.
+        timeout_s: bound in seconds on every collective of the group and of a plan's mesh made in it.
+
+    Raises:
+        LaunchError: a launcher's variables are incomplete.
+
+    Collective: every rank calls it.
+    """
+    here = device(device_type)
+    make_current(here)
+    if not dist.is_initialized():
+        _open_group(here, timeout_s)
+        hosts()
+        atexit.register(_leave)
+    return here
+
+
+_LEAVES_S = 30.0
+"""Seconds that a process of :func:`init` waits at its end for others, which may use the store that rank 0 serves."""
+
+
+def _leave() -> None:
+    """Close the group of :func:`init` when all ranks have come to their end, or this one ends by an error."""
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        with suppress(RuntimeError):
+            dist.monitored_barrier(hosts(), timedelta(seconds=_LEAVES_S))
+    _close()
 
 
 def _close() -> None:

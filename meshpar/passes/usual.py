@@ -1,0 +1,43 @@
+"""The passes that a mesh usually wants, by its axes."""
+
+from __future__ import annotations
+
+import re
+
+from meshpar.core.mesh import MeshSpec, is_auto
+from meshpar.core.passes import Pass
+from meshpar.passes.data.shard import FullyShard, HybridShard, Replicate
+from meshpar.passes.experts.parallel import ExpertParallel
+from meshpar.passes.pipeline.parallel import PipelineParallel
+from meshpar.passes.positions.parallel import ContextParallel
+from meshpar.passes.tensor.parallel import TensorParallel
+
+_BY_AXIS: dict[str, type[Pass]] = {
+    "pp": PipelineParallel, "ep": ExpertParallel, "cp": ContextParallel, "tp": TensorParallel,
+}  # fmt: skip
+"""Axis -> the pass that works on it, in the order in which passes apply."""
+
+
+def passes_for(mesh: MeshSpec | str) -> list[Pass]:
+    """Return the passes that a mesh usually wants, one for each of its axes, in their order and without options.
+
+    Two data axes are sharded inside and replicated outside, by HybridShard. Change the list as you like: replace a
+    pass by one with options, or add recomputation before the last one.
+
+    >>> [each.name for each in passes_for("dp_shard=4,tp=2")]
+    ['TensorParallel', 'FullyShard']
+
+    Args:
+        mesh: a mesh or its text, such as ``"dp_replicate=2,dp_shard=-1"`` or ``"auto"``.
+
+    Raises:
+        MeshError: the text is no mesh.
+    """
+    if isinstance(mesh, str) and is_auto(mesh):
+        axes = {"dp_replicate", "dp_shard", *(axis for axis in _BY_AXIS if re.search(rf"\b{axis}\b", mesh))}
+    else:
+        axes = set((mesh if isinstance(mesh, MeshSpec) else MeshSpec(mesh)).axes)
+    passes = [kind() for axis, kind in _BY_AXIS.items() if axis in axes]
+    if data := axes & {"dp_shard", "dp_replicate"}:
+        passes.append(HybridShard() if len(data) > 1 else FullyShard() if "dp_shard" in data else Replicate())
+    return passes
