@@ -35,6 +35,7 @@ FLOORS = [
         "plan",
         "testing forecasting training optim",
         "models checkpoints",
+        "integrations",
         "launchers",
     )
 ]
@@ -47,7 +48,7 @@ STAIRS = {
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 PUBLIC = (
     "meshpar", "meshpar.passes", "meshpar.models", "meshpar.checkpoints", "meshpar.training", "meshpar.optim",
-    "meshpar.forecasting", "meshpar.testing", "meshpar.launchers",
+    "meshpar.forecasting", "meshpar.testing", "meshpar.launchers", "meshpar.integrations.transformers",
 )  # fmt: skip
 """What users import from; public is what `__all__` names there."""
 MEASURED = {
@@ -182,7 +183,7 @@ def test_no_function_changes_a_global():
     assert not found
 
 
-OUTER = ("models", "checkpoints", "launchers")
+OUTER = ("models", "checkpoints", "integrations", "launchers")
 PASSES = {*passes.__all__} - {"Pass", "Role", "Stage", "Style"}
 
 

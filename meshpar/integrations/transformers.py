@@ -1,0 +1,476 @@
+"""transformers' Trainer, and trainers that inherit it (TRL's), on the mesh of a plan."""
+
+# Where transformers is not installed, pyright reads this file in its place.
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+import inspect
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from peft import PeftModel, get_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import seed_worker
+
+from meshpar import MeshparError, Parallelized, Plan, Role
+from meshpar.checkpoints import CheckpointManager, export_module
+from meshpar.training import Adapters
+
+__all__ = ["on_mesh"]
+
+AnyTrainer = TypeVar("AnyTrainer", bound=type[Trainer])
+
+
+class _Setting(NamedTuple):
+    """The values of one of TrainingArguments that a mesh takes, and what to do instead of the others."""
+
+    expected: tuple[object, ...]
+    remedy: str
+
+
+_BY_ELEMENT = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+_NO_DDP = _Setting((None,), "drop it, because no module is wrapped in DistributedDataParallel")
+_IN_PLAN = "drop it, and let the plan's passes divide the model"
+_KEEPS_WEIGHTS = _Setting((False,), "use bf16=True, which rounds no weight")
+_SETTINGS = {
+    "fsdp": _Setting((None, "", False, []), _IN_PLAN),
+    "deepspeed": _Setting((None,), _IN_PLAN),
+    "parallelism_config": _Setting((None,), _IN_PLAN),
+    "optim": _Setting(_BY_ELEMENT, "use one of them: their step on a shard is that on the whole tensor"),
+    "optim_target_modules": _Setting((None,), "drop it, because its optimizers factor whole matrices"),
+    "average_tokens_across_devices": _Setting((True,), "set it, so that each token counts once on any mesh"),
+    "fp16": _Setting((False,), "set bf16=True instead"),
+    "fp16_full_eval": _KEEPS_WEIGHTS,
+    "bf16_full_eval": _KEEPS_WEIGHTS,
+    "use_liger_kernel": _Setting((False, None), "drop it, because it replaces modules that passes have divided"),
+    "auto_find_batch_size": _Setting((False,), "set per_device_train_batch_size: one rank alone may lack memory"),
+    "train_sampling_strategy": _Setting(("random", "sequential", "group_by_length"), "use one of these"),
+    "push_to_hub": _Setting((False,), "call save_model, and upload the folder"),
+    "save_on_each_node": _Setting((False,), "write output_dir to a file system that all nodes share"),
+    "enable_jit_checkpoint": _Setting((False,), "drop it, because its signal reaches ranks in different steps"),
+    "debug": _Setting(([], "", None), "drop it, because it reads parameters, of which a rank has a part"),
+    "ddp_find_unused_parameters": _NO_DDP,
+    "ddp_bucket_cap_mb": _NO_DDP,
+    "ddp_broadcast_buffers": _NO_DDP,
+    "ddp_static_graph": _NO_DDP,
+    "predict_with_generate": _Setting((False, None), "drop it, and generate after training"),
+    "sync_ref_model": _Setting((False, None), "drop it, because the reference model is frozen on the mesh"),
+}
+"""What some values of TrainingArguments would do in other ways than one process."""
+
+
+_TESTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+"""Trainers of other packages that are compared with one process."""
+
+
+def on_mesh(trainer: AnyTrainer) -> AnyTrainer:
+    """Return a trainer's class with one more argument, ``plan``: it trains on the plan's mesh, as in one process.
+
+    >>> trainer = on_mesh(Trainer)(model, arguments, train_dataset=samples, plan=plan)  # doctest: +SKIP
+
+    Batches, evaluations, callbacks and checkpoints are Trainer's. ``per_device_train_batch_size`` counts the samples of
+    a rank with other samples. A ``checkpoint-N`` has a step of :class:`meshpar.checkpoints.CheckpointManager`, which
+    ``resume_from_checkpoint`` reads on any mesh. ``save_model`` exports for ``from_pretrained``.
+
+    Args:
+        trainer: transformers' Trainer, or a class that inherits it, such as TRL's SFTTrainer.
+
+    Raises:
+        MeshparError: the class is no Trainer. The new class raises it on every rank, before training, for a plan or an
+            argument with which training would not equal one process.
+
+    Collective: every rank makes the trainer and calls its methods, inside :func:`meshpar.distributed`.
+    """
+    if not (inspect.isclass(trainer) and issubclass(trainer, Trainer)):
+        raise MeshparError(f"on_mesh got {trainer!r}; expected transformers.Trainer, or a class that inherits it")
+    for kind in trainer.__mro__:
+        foreign = kind.__module__.partition(".")[0] in ("trl", "sentence_transformers")
+        if foreign and kind.__name__ not in _TESTED and not kind.__name__.startswith("_"):
+            raise MeshparError(
+                f"{kind.__name__} has not been compared with one process; expected Trainer, {', '.join(_TESTED)}, or a "
+                "class of yours that inherits one: train in a loop of your own"
+            )
+    members = {"__doc__": trainer.__doc__, "__module__": trainer.__module__}
+    return cast("AnyTrainer", type(f"{trainer.__name__}OnMesh", (_TrainerOnMesh, trainer), members))
+
+
+class _AcceleratorOnMesh(Accelerator):
+    """accelerate's Accelerator, whose processes are the data ranks of a parallel module."""
+
+    par: Parallelized
+
+    @property
+    def num_processes(self) -> int:
+        return self.par.data_size
+
+    @property
+    def process_index(self) -> int:
+        return self.par.data_rank
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        return cast("nn.Module", super().prepare_model(model, device_placement=False, evaluation_mode=True))
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        seed = data_loader.worker_init_fn
+        if isinstance(seed, functools.partial) and seed.func is seed_worker:
+            data_loader.worker_init_fn = functools.partial(seed, rank=self.process_index)
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()  # par.accumulate says which backward reduces
+
+    def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
+        return self.par.clip_grad_norm_(max_norm, norm_type)
+
+    def gather(self, tensor: Any) -> Any:
+        return recursively_apply(self._gather, tensor, error_on_other_type=True)
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        part = tensor.clone()[None] if tensor.ndim == 0 else tensor.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.num_processes)]
+        dist.all_gather(parts, part, group=self.par.data_group)
+        return torch.cat(parts)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        if not use_gather_object:
+            return super().gather_for_metrics(input_data)
+        parts: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(parts, input_data, group=self.par.data_group)
+        data = [sample for part in parts for sample in part]
+        state = self.gradient_state
+        return data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        factor = scale / self.num_processes if reduction == "mean" else scale
+
+        def add(part: Tensor) -> Tensor:
+            summed = part.clone()
+            dist.all_reduce(summed, group=self.par.data_group)
+            return summed if factor == 1 else summed * factor
+
+        return tensor if reduction == "none" else recursively_apply(add, tensor, error_on_other_type=True)
+
+
+class _MicroBatches(list[Any]):
+    """The micro-batches of one step; the backward of the last one reduces the gradients of all."""
+
+    def __init__(self, batches: list[Any], par: Parallelized) -> None:
+        super().__init__(batches)
+        self._par = par
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._par.accumulate(list[Any](super().__iter__()))
+
+
+class _TrainerOnMesh(Trainer):
+    """What trainers of :func:`on_mesh` do in other ways than Trainer."""
+
+    accelerator: _AcceleratorOnMesh
+    args: Any
+
+    def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
+        bound = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        _check_plan(plan)
+        if isinstance(arguments := bound.get("args"), TrainingArguments):
+            _check_arguments(arguments)
+        if any(bound.get("optimizers") or ()):
+            raise MeshparError(
+                "optimizers has an optimizer or a schedule of the whole model's parameters; expected none: choose them "
+                "by optim= and lr_scheduler_type=, pass optimizer_cls_and_kwargs=, or override create_optimizer"
+            )
+        self._plan, self._par, self._same_mesh = plan, cast("Parallelized", None), False
+        self._stage_axis, self._waiting = self._axis_of_layers(plan), list[Any]()
+        super().__init__(*args, **kwargs)
+        _check_arguments(self.args)
+        self.args.accelerator_config.dispatch_batches = False
+        self.accelerator.dataloader_config.dispatch_batches = False  # rank 0 would read for other ranks
+        self._divide(self.model)
+        reference = getattr(self, "ref_model", None)
+        if isinstance(reference, nn.Module):
+            Plan(plan.mesh, plan.passes, verify=plan.verify, guards=plan.guards, frozen=True).apply(reference)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _axis_of_layers(self, plan: Plan) -> str | None:
+        """Return the axis that divides layers, and refuse trainers whose own loss reads every layer's values."""
+        axis = _axis_of(plan, Role.LAYERS)
+        if axis is not None and super().compute_loss.__func__ is not Trainer.compute_loss:  # type: ignore[attr-defined]
+            raise MeshparError(
+                f"axis {axis!r} divides layers, and {type(self).__name__} computes a loss and metrics of its own on "
+                "every rank, which has some of the layers; expected a loss of Trainer's: use compute_loss_func= with "
+                f"Trainer, or a mesh without {axis}"
+            )
+        return axis
+
+    def _divide(self, model: nn.Module) -> nn.Module:
+        """Apply the plan to a model, of peft's to the model inside, and let the accelerator count its data ranks."""
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._par = self._plan.apply(base, device_type=self.args.device.type)
+        divided = set(map(id, base.parameters()))
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        outside = [name for name, parameter in trained.items() if id(parameter) not in divided]
+        if outside:
+            raise MeshparError(
+                f"{outside[0]} and {len(outside) - 1} other trained parameters are outside of the model that peft "
+                "wraps, so that no pass reduces their gradients; expected adapters inside of layers, such as LoRA"
+            )
+        self.accelerator.__class__ = _AcceleratorOnMesh
+        self.accelerator.par = self._par
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: the plan places this rank's part."""
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        return model if self._par is None else self._divide(model)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise MeshparError(
+            "hyperparameter_search draws the settings on one rank; expected the same on every rank: start one job for "
+            "each setting"
+        )
+
+    # Batches
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        return int(args.train_batch_size * args.gradient_accumulation_steps * self._par.data_size)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return Trainer's sampler, which sees the samples of all ranks where it groups them by length."""
+        arguments = self.args
+        self.args = copy(arguments)
+        self.args.per_device_train_batch_size *= self._par.data_size
+        try:
+            return super()._get_train_sampler(train_dataset)
+        finally:
+            self.args = arguments
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+        samples, ranks = getattr(dataset, "__len__", lambda: 0)(), self._par.data_size
+        if not self._weighs_tokens and not self.args.dataloader_drop_last and samples % (batch_size * ranks):
+            raise MeshparError(
+                f"{description}: {samples} samples do not fill batches of {batch_size} on {ranks} data ranks, and "
+                f"{type(self).__name__} averages over the samples of a rank, repeated ones too; expected a multiple of "
+                f"{batch_size * ranks}, or dataloader_drop_last=True"
+            )
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        batches, items = super().get_batch_samples(map(self._without_repeats, epoch_iterator), num_batches, device)
+        return batches if self._stage_axis else _MicroBatches(batches, self._par), items
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        if items is None and self._par.data_size > 1 and any(map(_has_token_labels, batch_samples)):
+            raise MeshparError(
+                f"{type(self.model).__name__} takes no num_items_in_batch, so that each rank averages over its own "
+                "tokens; expected a forward with **kwargs that its loss function gets, or compute_loss_func="
+            )
+        return items
+
+    @property
+    def _weighs_tokens(self) -> bool:
+        """Whether the loss is a sum divided by the number of items of all ranks."""
+        if self.loss_is_scaled_for_ga is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+
+    def _without_repeats(self, batch: Any) -> Any:
+        """Take the samples that fill up the last batch of an epoch out of the loss: their labels do not count."""
+        state = self.accelerator.gradient_state
+        if not (state.end_of_dataloader and state.remainder > 0 and isinstance(batch, Mapping)):
+            return batch
+        masked = dict(batch)
+        for name in (*self.label_names, "shift_labels"):
+            if isinstance(labels := masked.get(name), Tensor) and labels.ndim:
+                real = max(0, state.remainder - self._par.data_rank * len(labels))
+                masked[name] = labels.clone()
+                masked[name][real:] = LabelSmoother.ignore_index
+        return masked
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self._par.manual_seed(self.args.seed)
+        return prepared
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        stages = self._par.spec.axes[self._stage_axis] if self._stage_axis else 1
+        return int(super().floating_point_ops(inputs) * self._par.data_size * stages / self.args.world_size)
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the accelerator clips gradients on all meshes
+
+    # Forward and backward
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run a micro-batch; where layers are divided, all micro-batches of the step in the call of the last one."""
+        if not self._stage_axis:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._waiting.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting = self._waiting, []
+        steps = 1 if self._weighs_tokens and num_items_in_batch is not None else len(batches)
+
+        def loss_of(module: nn.Module, batch: Any) -> Tensor:
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(module, dict(batch), num_items_in_batch=num_items_in_batch)
+            return loss / steps
+
+        model.train()
+        return self._par.backward(batches, loss_of).detach()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        if num_items_in_batch is None and not self.model.training:
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        return super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
+        )
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        step, inputs = super().prediction_step, self._without_repeats(inputs)
+        if self._stage_axis:
+            returned = self._par.forward([inputs], lambda module, batch: step(module, batch, *args, **kwargs))[0]
+        else:
+            returned = step(model, inputs, *args, **kwargs)
+        loss, logits, labels = returned
+        if loss is not None:
+            loss = self.accelerator.reduce(loss.detach(), "mean")
+        return loss, logits, labels
+
+    # Checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Export the model for ``from_pretrained``, of peft the adapters; every rank calls it."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        if _internal_call:
+            optimizer = None if self.args.save_only_model else self.optimizer.optimizer
+            with CheckpointManager(folder, keep=None) as checkpoints:
+                checkpoints.save(self.state.global_step, self._saved(), optimizer, replace=True)
+        elif isinstance(self.model, PeftModel):
+            self._export_adapters(self.model, folder)
+        else:
+            self._export(folder)
+        if self.args.should_save:
+            reads = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if reads is not None:
+                reads.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+        self.accelerator.wait_for_everyone()
+
+    def _saved(self) -> Any:
+        return Adapters(self._par) if isinstance(self.model, PeftModel) else self._par
+
+    def _export(self, folder: Path) -> None:
+        exported = folder / ".export"
+        export_module(self._par, exported, overwrite=True)
+        if self.args.should_save:
+            for old in folder.glob("model*.safetensors*"):
+                old.unlink()
+            for file in exported.iterdir():
+                file.replace(folder / file.name)
+            shutil.rmtree(exported)
+
+    def _export_adapters(self, model: Any, folder: Path) -> None:
+        state = model.state_dict()
+        adapters = {
+            id(value)
+            for adapter in model.peft_config
+            for value in get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter).values()
+        }
+        whole = {name: self._par.whole(value).cpu() for name, value in state.items() if id(value) in adapters}
+        if self.args.should_save:
+            model.save_pretrained(folder, state_dict=state | whole)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if _has_step(resume_from_checkpoint):
+            return  # read with the optimizer, which is not made yet
+        if isinstance(self.model, PeftModel):
+            raise MeshparError(
+                f"{resume_from_checkpoint} has adapters of one process; expected a checkpoint of a trainer on a mesh: "
+                "load them by PeftModel.from_pretrained(model, folder, is_trainable=True), and train that model"
+            )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self._same_mesh = False
+        if checkpoint is None or not _has_step(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        with CheckpointManager(checkpoint, keep=None) as checkpoints:
+            restored = checkpoints.restore(self._saved(), self.optimizer.optimizer, random=False)
+        self._same_mesh = restored.same_mesh
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._same_mesh:
+            super()._load_rng_state(checkpoint)
+        elif checkpoint is not None:  # ranks have other parts of a sample
+            self._par.manual_seed(self.args.seed + self.state.global_step)
+
+    def _load_best_model(self) -> None:
+        with CheckpointManager(str(self.state.best_model_checkpoint), keep=None) as checkpoints:
+            checkpoints.restore(self._saved(), random=False)
+
+
+def _has_step(folder: str) -> bool:
+    return bool(CheckpointManager(folder).steps())
+
+
+def _has_token_labels(batch: Any) -> bool:
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return isinstance(labels, Tensor) and labels.ndim > 1 and not labels.is_floating_point()
+
+
+def _check_plan(plan: object) -> None:
+    """Refuse what is no plan, and a plan that divides sequences."""
+    if not isinstance(plan, Plan):
+        raise MeshparError(f'plan is {plan!r}; expected a Plan: meshpar.Plan("dp_shard=2", [meshpar.FullyShard()])')
+    if not dist.is_initialized():
+        raise MeshparError("no process group is open; wrap the script in `with meshpar.distributed():`")
+    if (axis := _axis_of(plan, Role.POSITIONS)) is not None:
+        raise MeshparError(
+            f"axis {axis!r} divides sequences, and Trainer's batches and losses are of whole ones; expected axes of "
+            f"samples, features and layers: use a mesh without {axis}, or a loop of your own with par.split"
+        )
+
+
+def _axis_of(plan: Plan, role: Role) -> str | None:
+    """Return the first axis with several ranks and this role."""
+    sizes = plan.resolve(dist.get_world_size()).axes
+    axes = (axis for pass_ in plan.passes for axis, role_of_axis in pass_.roles.items() if role_of_axis == role)
+    return next((axis for axis in axes if sizes.get(axis, 1) > 1), None)
+
+
+def _check_arguments(arguments: TrainingArguments) -> None:
+    """Refuse the settings with which a mesh would not train as one process."""
+    for name, setting in _SETTINGS.items():
+        value = getattr(arguments, name, setting.expected[0])
+        value = getattr(value, "value", value)
+        if value not in setting.expected:
+            expected = " or ".join(map(repr, setting.expected[-3:] if name != "optim" else setting.expected))
+            raise MeshparError(f"{name} is {value!r}; on a mesh expected {expected}: {setting.remedy}")

@@ -1,0 +1,86 @@
+"""TRL's trainers on meshes, each against itself in one process: losses to 1e-5, weights to 1e-4."""
+
+import random
+
+import pytest
+from transformers import LlamaForSequenceClassification
+
+from meshpar import Plan, distributed
+from meshpar.integrations.transformers import on_mesh
+from tests.support.tiers import daily
+from tests.support.trainers import MESHES, WORDS, arguments, compare, llama, prepare_process, refused, tokenizer
+
+pytest.importorskip("trl")
+
+from datasets import Dataset as Table
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+PADDED = ("total_flos", "num_tokens")
+"""What trainers count with padding and repeated rows, which depend on the rows of a rank."""
+
+
+def table(columns, count=16):
+    draw = random.Random(0)
+    lengths = {"prompt": (3, 8), "completion": (3, 8), "chosen": (3, 8), "rejected": (3, 8), "text": (6, 20)}
+
+    def words(name):
+        text = " ".join(draw.choice(WORDS) for _ in range(draw.randint(*lengths[name])))
+        return text if name in ("prompt", "text") else f" {text}"
+
+    return Table.from_list([{name: words(name) for name in columns} for _ in range(count)])
+
+
+def aligned(make, kind, folder, mesh, config, columns, extra=(), **options):
+    settings = dict(kind=config, bf16=False, gradient_checkpointing=False, batch=4, max_steps=2) | options
+    rows = table(columns)
+    trainer = make(
+        kind,
+        llama(LlamaForSequenceClassification, num_labels=1) if config is RewardConfig else llama(),
+        args=arguments(folder, mesh, **settings), train_dataset=rows, processing_class=tokenizer(), **dict(extra),
+    )  # fmt: skip
+    trainer.train()
+    return trainer, []
+
+
+def supervised(make, folder, mesh, **options):
+    return aligned(make, SFTTrainer, folder, mesh, SFTConfig, ["prompt", "completion"], max_length=32, **options)
+
+
+def packed(make, folder, mesh):
+    return aligned(
+        make, SFTTrainer, folder, mesh, SFTConfig, ["text"], max_length=24, packing=True, packing_strategy="wrapped"
+    )
+
+
+def preferred(make, folder, mesh):
+    reference = {"ref_model": llama(seed=3)}
+    return aligned(
+        make, DPOTrainer, folder, mesh, DPOConfig, ["prompt", "chosen", "rejected"], reference, max_length=32
+    )
+
+
+def rewarded(make, folder, mesh):
+    return aligned(make, RewardTrainer, folder, mesh, RewardConfig, ["chosen", "rejected"], max_length=32)
+
+
+@pytest.mark.parametrize("mesh", daily(MESHES, "tp=2"))
+@pytest.mark.parametrize(
+    "case", daily([supervised, packed, preferred, rewarded], supervised, ids=lambda case: case.__name__)
+)
+def test_a_trainer_of_trl_equals_one_process(case, mesh, tmp_path):
+    compare(case, mesh, tmp_path, skip=PADDED)
+
+
+def test_what_of_trl_a_mesh_would_change_is_refused(tmp_path):
+    def make(**options):
+        settings = arguments(tmp_path, kind=DPOConfig, bf16=False, **options)
+        rows = dict(train_dataset=table(["prompt", "chosen", "rejected"], 8), processing_class=tokenizer())
+        return on_mesh(DPOTrainer)(llama(), ref_model=llama(), args=settings, plan=Plan(), **rows)
+
+    message = "drop it, because the reference model is frozen on the mesh"
+    refused(lambda: make(sync_ref_model=True), message)
+    prepare_process()
+    with distributed("cpu"):
+        make()
+    message = "GRPOTrainer has not been compared with one process; expected Trainer, SFTTrainer"
+    refused(lambda: on_mesh(GRPOTrainer), message)
