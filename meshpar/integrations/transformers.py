@@ -22,6 +22,7 @@ from accelerate.utils import recursively_apply
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import seed_worker
 
@@ -221,6 +222,9 @@ class _TrainerOnMesh(Trainer):
     def _divide(self, model: nn.Module) -> nn.Module:
         """Apply the plan to a model, of peft's to the model inside, and let the accelerator count its data ranks."""
         base = model.get_base_model() if isinstance(model, PeftModel) else model
+        if self.label_smoother is not None and type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            # Trainer asks the name of the class, which sharding changes
+            self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
         self._par = self._plan.apply(base, device_type=self.args.device.type)
         divided = set(map(id, base.parameters()))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
