@@ -52,17 +52,13 @@ def test_ls_lists_the_steps_and_what_is_none(run):
     (run.root / "step-00000002" / "meshpar.json").write_text("{}")
     lines = list_steps(run.root).splitlines()
     assert [line.split()[0] for line in lines] == ["step", "1", "2", "3", "step-00000009:"]
-    assert lines[1].endswith("pinned")
-    assert "damaged" in lines[2]
-    assert lines[3].endswith("latest")
-    assert "loss 0.3333" in lines[3]
+    assert lines[1].endswith("pinned") and "damaged" in lines[2]
+    assert lines[3].endswith("latest") and "loss 0.3333" in lines[3]
 
 
 def test_show_tells_where_a_step_comes_from_and_what_is_in_it(run):
-    text = show_step(run.root)
-    for piece in (
-        "step-00000003", "1 ranks, dp_shard=1, cpu", "8 elements in 2 tensors", "AdamW", "model.weight", "(2, 3)",
-    ):  # fmt: skip
+    text, name = show_step(run.root), "step-00000003"
+    for piece in (name, "1 ranks, dp_shard=1, cpu", "8 elements in 2 tensors", "AdamW", "model.weight", "(2, 3)"):
         assert piece in text
     assert "step-00000001" in show_step(run.root / "step-00000001")
 
@@ -72,10 +68,9 @@ def test_verify_reads_every_byte(tmp_path, checksum):
     folder = CheckpointManager(tmp_path, checksum=checksum).save(1, linear())
     assert "is whole" in verify_step(tmp_path)
     files = read_manifest(folder).files
-    assert all(
-        ("sha256" in entry) == (checksum == "sha256") for name, entry in files.items() if name.endswith(".distcp")
-    )
-    name = next(name for name in files if name.endswith(".distcp"))
+    parts = [name for name in files if name.endswith(".distcp")]
+    assert all(("sha256" in files[name]) == (checksum == "sha256") for name in parts)
+    name = parts[0]
     (folder / name).write_bytes((folder / name).read_bytes()[:-1] + b"\1")
     with pytest.raises(CheckpointError, match=rf"{name}: .* at "):
         verify_step(tmp_path)
@@ -131,14 +126,8 @@ def test_an_imported_model_is_restored_and_exported_as_it_came(tmp_path):
         "model.up.weight": torch.randn(6, 4), "model.down.weight": torch.randn(4, 6), "model.q": torch.randn(2, 4),
         "model.k": torch.randn(2, 4), "model.low": torch.randn(3).bfloat16(), "model.steps": torch.tensor(7),
     }  # fmt: skip
-    rules = WeightMap(
-        (
-            Transpose("down.weight", "down.weight"),
-            Split("qk", ("q", "k")),
-            Rename("*", "model.*"),
-            Rename("*.weight", "model.*.weight"),
-        )
-    )
+    changes = Transpose("down.weight", "down.weight"), Split("qk", ("q", "k"))
+    rules = WeightMap((*changes, Rename("*", "model.*"), Rename("*.weight", "model.*.weight")))
     (tmp_path / "hf").mkdir()
     safetensors.torch.save_file(theirs, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "x"}))
@@ -148,10 +137,8 @@ def test_an_imported_model_is_restored_and_exported_as_it_came(tmp_path):
     )
     assert calls[-1][0] == calls[-1][1] and "is whole" in verify_step(step)
     module = nn.Module()
-    for name, shape, dtype in (
-        ("qk", (4, 4), torch.float32),
-        ("low", (3,), torch.bfloat16),
-        ("steps", (), torch.int64),
+    for name, shape, dtype in zip(
+        ("qk", "low", "steps"), ((4, 4), 3, ()), (torch.float32, torch.bfloat16, torch.int64)
     ):
         module.register_buffer(name, torch.zeros(shape, dtype=dtype))
     module.up, module.down = nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)
@@ -192,20 +179,14 @@ def test_optimizer_tables_of_pipeline_stages_are_joined():
         {"class": "SGD", "groups": [{"params": [name], "options": {"lr": 1}}], "state": {name: {"step": "tensor"}}}
         for name in "ab"
     )
-    assert merged_tables([first, second]) == {
-        "class": "SGD",
-        "groups": [{"params": ["a", "b"], "options": {"lr": 1}}],
-        "state": {"a": {"step": "tensor"}, "b": {"step": "tensor"}},
-    }
+    groups, state = [{"params": ["a", "b"], "options": {"lr": 1}}], {key: {"step": "tensor"} for key in "ab"}
+    assert merged_tables([first, second]) == {"class": "SGD", "groups": groups, "state": state}
 
 
 def test_groups_of_pipeline_stages_are_joined_by_their_options_in_any_order():
     def table(*groups):
-        return {
-            "class": "AdamW",
-            "groups": [{"params": [*names], "options": {"weight_decay": decay}} for decay, names in groups],
-            "state": {},
-        }
+        options = [{"params": [*names], "options": {"weight_decay": decay}} for decay, names in groups]
+        return {"class": "AdamW", "groups": options, "state": {}}
 
     found = merged_tables([table((0.1, "ab"), (0.0, "c")), table((0.0, "d"), (0.1, "be"), (0.0, "f"))])
     assert found == table((0.1, "abe"), (0.0, "cd"), (0.0, "f"))

@@ -5,7 +5,6 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -43,7 +42,8 @@ training: {steps: 3, tensorboard: false}
 
 
 def launch_job(*arguments: Any, **options: Any) -> str:
-    return launching.launch_job(launching.LaunchRequest(*arguments, **options))
+    """Launch on two nodes of one rank each."""
+    return launching.launch_job(launching.LaunchRequest(*arguments, nodes=2, gpus_per_node=0, nproc=1, **options))
 
 
 @pytest.fixture
@@ -82,19 +82,13 @@ def test_a_recipe_with_a_credential_is_refused_and_it_is_not_repeated(folder: Pa
     assert done.exit_code and "looks like a credential" in done.output and SECRET not in done.output
     for target in ("slurm", "kubernetes", "skypilot"):
         with pytest.raises((RecipeError, LaunchError), match="looks like a credential"):
-            launch_job(target, "job.yaml", [field], nodes=2, gpus_per_node=0, nproc=1)
+            launch_job(target, "job.yaml", [field])
     assert not Path("runs").exists()
 
 
 def test_other_uses_of_such_names_are_no_credentials() -> None:
-    recipe = resolve(
-        parse_document(
-            RECIPE
-            + "trackers: {mlflow: {uri: 'http://host:5000', experiment: tokens}}\n"
-            + "output: s3://bucket/keys/secret-run\n",
-            "job.yaml",
-        )
-    )
+    more = "trackers: {mlflow: {uri: 'http://host:5000', experiment: tokens}}\noutput: s3://bucket/keys/secret-run\n"
+    recipe = resolve(parse_document(RECIPE + more, "job.yaml"))
     assert redacted(recipe.plain()) == recipe.plain()
     kept: dict[str, Any] = {
         "eos_token": "<|im_end|>", "pad_token_id": 0, "num_key_value_heads": 4, "key": "question", "max_tokens": 5,
@@ -222,7 +216,7 @@ def test_a_job_file_with_a_credential_is_refused(folder: Path, target: str, opti
     if patch and not options:
         options = ["patch=patch.yaml"]
     with pytest.raises(LaunchError, match="looks like a credential") as raised:
-        launch_job(target, "job.yaml", [], nodes=2, gpus_per_node=0, nproc=1, options=options)
+        launch_job(target, "job.yaml", [], options=options)
     assert SECRET not in str(raised.value) and not Path("runs").exists()
     Path("patch.yaml").unlink()
 
@@ -231,11 +225,10 @@ def test_a_patch_names_a_secret_of_the_cluster_instead(folder: Path) -> None:
     shown = f"value: {SECRET}"
     patch = "spec: {template: {spec: {containers: [{name: train, env: [{name: API_TOKEN, %s}]}]}}}"
     Path("patch.yaml").write_text(patch % shown)
-    launch = partial(launch_job, "kubernetes", "job.yaml", [], nodes=2, gpus_per_node=0, nproc=1)
     with pytest.raises(LaunchError, match="a readable file; name a secret of the cluster instead, such as"):
-        launch(options=["patch=patch.yaml"])
+        launch_job("kubernetes", "job.yaml", [], options=["patch=patch.yaml"])
     Path("patch.yaml").write_text(patch % "valueFrom: {secretKeyRef: {name: tracker, key: password}}")
-    launch(options=["patch=patch.yaml"])
+    launch_job("kubernetes", "job.yaml", [], options=["patch=patch.yaml"])
     (made,) = Path("runs").rglob("job.yaml")
     assert "key: password" in made.read_text()
 
@@ -244,12 +237,10 @@ def test_a_scripts_arguments_with_a_credential_are_refused(folder: Path) -> None
     Path("train.py").write_text("")
     for arguments in ([f"--api-key={SECRET}"], ["--password", SECRET], [f"--db={URI}"]):
         with pytest.raises(LaunchError, match="looks like a credential") as raised:
-            launch_job("slurm", "train.py", arguments, nodes=2, gpus_per_node=0, nproc=1)
+            launch_job("slurm", "train.py", arguments)
         assert SECRET not in str(raised.value)
-    made = launch_job("slurm", "train.py", ["--max-tokens=512", "--lr", "3e-4"], nodes=2, gpus_per_node=0, nproc=1)
-    assert (
-        "--max-tokens=512" in made + next(Path("runs").rglob("command.txt")).parent.joinpath("job.sbatch").read_text()
-    )
+    made = launch_job("slurm", "train.py", ["--max-tokens=512", "--lr", "3e-4"])
+    assert "--max-tokens=512" in made + next(Path("runs").rglob("job.sbatch")).read_text()
 
 
 class Board:
@@ -279,18 +270,15 @@ def test_facts_and_the_warnings_of_trackers_have_no_credential(folder, monkeypat
         monkeypatch.setattr(tracking, "PATIENCE_S", patient(1.0))
         board.close()
     assert SECRET not in caplog.text and "API request to postgresql://***@db/mlflow failed" in caplog.text
-    assert Board.runs[0].facts["recipe"] == {
-        "trackers": {"mlflow": {"uri": "postgresql://***@db/mlflow"}},
-        "token": "***",
-    }
+    shown = {"trackers": {"mlflow": {"uri": "postgresql://***@db/mlflow"}}, "token": "***"}
+    assert Board.runs[0].facts["recipe"] == shown
 
 
 def test_the_card_of_a_run_whose_recipe_is_older_than_this_rule_has_no_credential(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run/checkpoints") as manager:
         manager.save(1, linear())
-    (tmp_path / "run/recipe.yaml").write_text(
-        RECIPE + f"trackers: {{mlflow: {{uri: '{URI}'}}, x: {{token: {SECRET}}}}}\n"
-    )
+    trackers = f"trackers: {{mlflow: {{uri: '{URI}'}}, x: {{token: {SECRET}}}}}\n"
+    (tmp_path / "run/recipe.yaml").write_text(RECIPE + trackers)
     (tmp_path / "export").mkdir()
     card = "\n".join(publishing._card(tmp_path / "run/checkpoints/step-00000001", tmp_path / "export", "small"))
     assert SECRET not in card and "uri: postgresql://***@db/mlflow" in card and "layers: 1" in card

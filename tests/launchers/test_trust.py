@@ -83,6 +83,13 @@ def run(*arguments: str | Path, answer: str = "") -> Result:
     return CliRunner().invoke(app, [str(word) for word in arguments], input=answer)
 
 
+def write_weights(name: str, config: dict[str, Any]) -> None:
+    """Write a file of a folder of weights, which has a tokenizer's file."""
+    Path("weights").mkdir(exist_ok=True)
+    Path("weights/tokenizer.json").touch()
+    Path(f"weights/{name}.json").write_text(json.dumps(config))
+
+
 def needs_trust(done: Result, name: str) -> bool:
     return done.exit_code == 78 and name in done.stderr and "add --trust" in done.stderr
 
@@ -230,25 +237,23 @@ def test_a_file_without_its_aliases_is_read(folder: Path) -> None:
 
 def test_no_config_of_transformers_brings_code(folder: Path) -> None:
     own = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "configuration_evil.Evil"}
-    (folder / "weights").mkdir()
-    (folder / "weights" / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": own}))
+    write_weights("config", {"model_type": "evil", "auto_map": own})
     (folder / "configuration_evil.py").rename(folder / "weights" / "configuration_evil.py")
-    (folder / "weights" / "tokenizer.json").touch()
     for command in (["check"], ["check", "--trust"], ["describe"], ["plan"]):
         recipe("", "model={kind: huggingface, config: weights}")
         done = run(*command, "job.yaml", answer="y\n")
         assert done.exit_code == 78 and "contains custom code" in done.stderr, done
     done = run("generate", "weights", "text", answer="y\n")
     assert done.exit_code and "contains custom code" in done.stderr
-    (folder / "weights" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    write_weights("config", {"model_type": "llama"})
     adapters = {"base_model_name_or_path": ".", "megatron_config": {"a": 1}, "megatron_core": "evil"}
     said = "names a module to import (megatron_core); remove megatron_config"
-    (folder / "weights" / "adapter_config.json").write_text(json.dumps(adapters))
+    write_weights("adapter_config", adapters)
     assert said in run("generate", "weights", "text").stderr
     (folder / "weights" / "config.json").unlink()
     assert said in run("generate", "weights", "text").stderr
     del adapters["megatron_config"]
-    (folder / "weights" / "adapter_config.json").write_text(json.dumps(adapters))
+    write_weights("adapter_config", adapters)
     assert said not in run("generate", "weights", "text").stderr
 
 
@@ -261,15 +266,13 @@ def test_generate_asks_no_other_host_for_the_weights_below_adapters(folder, monk
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: asked.append(address) or [])
-    (folder / "weights").mkdir()
-    (folder / "weights" / "tokenizer.json").touch()
     adapters = {"base_model_name_or_path": "evil-owner/evil-name", "peft_type": "LORA"}
-    (folder / "weights" / "adapter_config.json").write_text(json.dumps(adapters))
+    write_weights("adapter_config", adapters)
     done = run("generate", "weights", "text")
     said = "names weights that are no folder here, and nothing is downloaded: "
     assert done.exit_code and f"{said}'evil-owner/evil-name'; write their folder into base_model" in done.stderr, done
     adapters["base_model_name_or_path"] = str(folder)
-    (folder / "weights" / "adapter_config.json").write_text(json.dumps(adapters))
+    write_weights("adapter_config", adapters)
     assert said not in run("generate", "weights", "text").stderr and not asked
 
 
@@ -281,9 +284,7 @@ def test_no_config_of_transformers_loads_a_kernel_that_is_not_installed(folder: 
     for command in ("check", "describe", "plan"):
         assert needs_trust(run(command, "job.yaml"), name)
     assert "loads no code" not in run("check", "--trust", "job.yaml").stderr
-    (folder / "weights").mkdir()
-    (folder / "weights" / "tokenizer.json").touch()
-    (folder / "weights" / "config.json").write_text(json.dumps(config))
+    write_weights("config", config)
     said = f"has attn_implementation {name!r}, expected eager, sdpa"
     assert said in run("generate", "weights", "text").stderr
     for load in (from_config, lambda source: publishing._load(source, source)):
@@ -305,9 +306,7 @@ def test_no_config_of_transformers_loads_a_kernel_that_is_not_installed(folder: 
     ],
 )
 def test_a_model_of_endless_layers_is_refused_before_it_is_built(folder: Path, model: str) -> None:
-    (folder / "weights").mkdir()
-    inner = {"model_type": "gemma3", "text_config": {"num_hidden_layers": 50_000_000}}
-    (folder / "weights" / "config.json").write_text(json.dumps(inner))
+    write_weights("config", {"model_type": "gemma3", "text_config": {"num_hidden_layers": 50_000_000}})
     recipe("", f"model={model}")
     for command in ("check", "describe", "plan"):
         done = run(command, "job.yaml")

@@ -227,6 +227,14 @@ def room_for(folder, keep):
         return saved_in(folder, size=keep * 4 << 30)
 
 
+def of_job(*overrides):
+    return check_job(read(SMALL, *overrides), 2)
+
+
+def of_replicas(*overrides):
+    return replica_problems(read(SMALL, *overrides))
+
+
 def drawn(*command):
     """Draw a mesh, which has no problem."""
     done = CliRunner().invoke(app, ["mesh", *command])
@@ -588,23 +596,23 @@ ROWS = [
     )
     .helps("other --nodes", lambda: [divide_replicas(MeshSpec("dp_replicate=2"), nodes, 0).count for nodes in (1, 2)]),
     Row("sums gradients over replicas, but not the counts of")
-    .refuses(lambda: replica_problems(read(SMALL, "training.balance_rate=0.1")))
+    .refuses(lambda: of_replicas("training.balance_rate=0.1"))
     .helps(
         "set balance_rate and balance_loss to 0",
-        lambda: replica_problems(read(SMALL, "training.balance_rate=0", "training.balance_loss=0")),
+        lambda: of_replicas("training.balance_rate=0", "training.balance_loss=0"),
     ),
     Row("sends weights and optimizer to a replica that joins")
-    .refuses(lambda: replica_problems(read(SMALL, "averages.ema.decay=0.9")))
-    .helps("remove averages", lambda: replica_problems(read(SMALL))),
+    .refuses(lambda: of_replicas("averages.ema.decay=0.9"))
+    .helps("remove averages", lambda: of_replicas()),
     Row("--elastic=replicas writes no profile")
-    .refuses(lambda: replica_problems(read(SMALL, "profile=true")))
-    .helps("set profile: false", lambda: replica_problems(read(SMALL, "profile=false"))),
+    .refuses(lambda: of_replicas("profile=true"))
+    .helps("set profile: false", lambda: of_replicas("profile=false")),
     Row("--elastic=replicas reads data in the training process")
-    .refuses(lambda: replica_problems(read(SMALL, "data.workers=2")))
-    .helps("set data.workers: 0", lambda: replica_problems(read(SMALL, "data.workers=0"))),
+    .refuses(lambda: of_replicas("data.workers=2"))
+    .helps("set data.workers: 0", lambda: of_replicas("data.workers=0")),
     Row("a prompt is empty, and has no token")
-    .refuses(lambda: check_job(read(SMALL, "evaluations.samples.prompts=['']"), 2))
-    .helps("give each prompt a text", lambda: check_job(read(SMALL, "evaluations.samples.prompts=[once]"), 2)),
+    .refuses(lambda: of_job("evaluations.samples.prompts=['']"))
+    .helps("give each prompt a text", lambda: of_job("evaluations.samples.prompts=[once]")),
     Row("use a data.sequence_length that is a multiple of {}")
     .refuses(lambda: check_job(read(SMALL, "mesh='dp_shard=1,cp=4'", "data.sequence_length=30"), 4))
     .helps(
@@ -612,27 +620,27 @@ ROWS = [
         lambda: check_job(read(SMALL, "mesh='dp_shard=1,cp=4'", "data.sequence_length=32"), 4),
     ),
     Row("set data.validation_fraction or data.validation_paths")
-    .refuses(lambda: check_job(read(SMALL, "checkpoint.best=val/loss"), 2))
+    .refuses(lambda: of_job("checkpoint.best=val/loss"))
     .helps(
         "set data.validation_fraction or data.validation_paths",
-        lambda: check_job(read(SMALL, "checkpoint.best=val/loss", "data.validation_fraction=0.1"), 2),
-        lambda: check_job(read(SMALL, "checkpoint.best=val/loss", f"data.validation_paths=[{file('v.txt')}]"), 2),
+        lambda: of_job("checkpoint.best=val/loss", "data.validation_fraction=0.1"),
+        lambda: of_job("checkpoint.best=val/loss", f"data.validation_paths=[{file('v.txt')}]"),
     ),
     Row("raise it, or set profile: off")
-    .refuses(lambda: check_job(read(SMALL, "profile=true"), 2))
-    .helps("raise it", lambda: check_job(read(SMALL, "profile=true", "training.steps=50"), 2))
-    .helps("set profile: off", lambda: check_job(read(SMALL, "profile=off"), 2)),
+    .refuses(lambda: of_job("profile=true"))
+    .helps("raise it", lambda: of_job("profile=true", "training.steps=50"))
+    .helps("set profile: off", lambda: of_job("profile=off")),
     Row("{} is not available on this machine, which has {}")
     .refuses(lambda: machine_problems(read(SMALL, "device=xpu"), 2))
     .helps("write device: {}", lambda: machine_problems(read(SMALL, f"device={default_device_type()}"), 1))
     .helps("auto", lambda: machine_problems(read(SMALL, "device=auto"), 1)),
     Row("the data has {} different tokens and the model's vocab_size is {}")
-    .refuses(lambda: check_job(read(SMALL, "model.vocab_size=100"), 2))
-    .helps("raise it", lambda: check_job(read(SMALL, "model.vocab_size=257"), 2)),
+    .refuses(lambda: of_job("model.vocab_size=100"))
+    .helps("raise it", lambda: of_job("model.vocab_size=257")),
     Row("data.sequence_length is {} and the model has {} positions")
-    .refuses(lambda: check_job(read(SMALL, "model.max_positions=64"), 2))
-    .helps("lower it", lambda: check_job(read(SMALL, "model.max_positions=64", "data.sequence_length=64"), 2))
-    .helps("raise the number of positions", lambda: check_job(read(SMALL, "model.max_positions=256"), 2)),
+    .refuses(lambda: of_job("model.max_positions=64"))
+    .helps("lower it", lambda: of_job("model.max_positions=64", "data.sequence_length=64"))
+    .helps("raise the number of positions", lambda: of_job("model.max_positions=256")),
     Row("a micro-batch has {} samples{}, and the training data has only {}", result="")
     .refuses(lambda: [filling_problem(read(SMALL), 4)])
     .helps("lower data.micro_batch", lambda: filling_problem(read(SMALL, "data.micro_batch=4"), 4))

@@ -52,6 +52,11 @@ PLAIN = (
 THINKS = PLAIN.replace("{{ m.content }}", "{{ m.thinking or '' }}{{ m.content }}")
 REWRITES = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:1] }}")
 TWICE = [ASKED, {"role": "assistant", "content": "AB"}, ASKED, {"role": "assistant", "content": "CD"}]
+BEHIND_LAST = f"{{% for m in messages %}}{{% if loop.last %}}{MARKED}{{% endif %}}{{% endfor %}}"
+TRIMMED = f"{{% for m in messages %}}{{% filter trim %}}{MARKED}{{% endfilter %}}{{% endfor %}}"
+ENDED = PLAIN.replace("\n", "<end>\n")
+SHARDED, SPLIT = Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()])
+TWO_BODIES = ({"text": "a", "body": "a"}, {"body": "b"})
 SPACED = [ASKED, SAID | {"content": " A "}]
 WIDE = "é".encode("latin-1")
 
@@ -74,7 +79,9 @@ def lines(*records):
 
 
 def labels(*records, template=TEMPLATES["chatml"]):
-    """How many turns of each record are learned."""
+    """How many turns of each record, or of each list of messages, are learned."""
+    records = [{"messages": record} if isinstance(record, list) else record for record in records]
+    template = ChatTemplate(text=template) if isinstance(template, str) else template
     source = ChatSource(inputs=(file("chat.jsonl", lines(*records)),), template=template)
     return [len(spans) for _, spans in source.conversations()]
 
@@ -287,23 +294,12 @@ ROWS = [
     .helps("name the modules that return them in ExpertsLayout(routers=...)", lambda: balanced(0.0, 0.1))
     .helps("set balance_loss to 0", lambda: balanced(0.0, 0.0, EXPERTS)),
     Row("the student's mesh splits positions over {}, which the teacher would see as whole texts")
-    .refuses(
-        lambda: shared(Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]))
-    )
-    .helps(
-        "leave the axis out", lambda: shared(Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=4", [FullyShard()]))
-    ),
+    .refuses(lambda: shared(SHARDED, Plan("dp_shard=2,cp=2", [ContextParallel(), FullyShard()])))
+    .helps("leave the axis out", lambda: shared(SHARDED, SHARDED)),
     Row("the teacher's mesh {} lets ranks {} work on one batch, but the student's mesh {} gives them {} different ones")
-    .refuses(
-        lambda: shared(Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]), Plan("dp_shard=4", [FullyShard()]))
-    )
-    .helps(
-        "shard the teacher over data axes (dp_shard)",
-        lambda: shared(Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=4", [FullyShard()])),
-    )
-    .helps(
-        "give the student the same tp", lambda: shared(*[Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()])] * 2)
-    ),
+    .refuses(lambda: shared(SPLIT, SHARDED))
+    .helps("shard the teacher over data axes (dp_shard)", lambda: shared(SHARDED, SHARDED))
+    .helps("give the student the same tp", lambda: shared(*[SPLIT] * 2)),
     Row("set the length of the training", result=[2, 2, 2])
     .refuses(lambda: TrainSettings())
     .helps(
@@ -337,46 +333,40 @@ ROWS = [
     .refuses(lambda: labels({"prompt": "Q", "completion": "A", "thinking": "T"}))
     .helps(
         "write it into a turn of the assistant (in messages)",
-        lambda: labels({"messages": [ASKED, SAID | {"thinking": "T"}]}, template=ChatTemplate(text=THINKS)),
+        lambda: labels([ASKED, SAID | {"thinking": "T"}], template=THINKS),
     )
     .helps("remove it", lambda: labels({"prompt": "Q", "completion": "A"})),
     Row("turn 1 is the system's, and there is also a system key", result=[1, 1])
     .refuses(lambda: labels({"messages": [SYSTEM, ASKED, SAID], "system": "S"}))
-    .helps(
-        "keep one of the two",
-        lambda: labels({"messages": [SYSTEM, ASKED, SAID]}, {"messages": [ASKED, SAID], "system": "S"}),
-    ),
+    .helps("keep one of the two", lambda: labels([SYSTEM, ASKED, SAID], {"messages": [ASKED, SAID], "system": "S"})),
     Row("the conversation is empty; expected at least one turn of the assistant", result=[1])
-    .refuses(lambda: labels(GOOD, {"messages": []}))
+    .refuses(lambda: labels(GOOD, []))
     .helps("remove the line", lambda: labels(GOOD))
-    .helps("write its turns", lambda: labels({"messages": [ASKED, SAID]})),
+    .helps("write its turns", lambda: labels([ASKED, SAID])),
     Row("no turn is the assistant's (roles: {}), so nothing is learned from it", result=[1])
-    .refuses(lambda: labels(GOOD, {"messages": [ASKED, SAID | {"role": "narrator"}]}))
+    .refuses(lambda: labels(GOOD, [ASKED, SAID | {"role": "narrator"}]))
     .helps("remove the line", lambda: labels(GOOD))
-    .helps("name the assistant's turns role: assistant", lambda: labels({"messages": [ASKED, SAID]})),
+    .helps("name the assistant's turns role: assistant", lambda: labels([ASKED, SAID])),
     Row("turn {} has no role; it has {}", result=[1, 1])
-    .refuses(lambda: labels({"messages": [{"content": "Q"}, SAID]}))
+    .refuses(lambda: labels([{"content": "Q"}, SAID]))
     .helps(
         "add role (or ShareGPT's from): user, assistant, system or tool",
         lambda: labels(
-            {"messages": [SYSTEM, ASKED, SAID, {"role": "tool", "content": "4"}]},
-            {"messages": [{"from": "user", "content": "Q"}, SAID]},
+            [SYSTEM, ASKED, SAID, {"role": "tool", "content": "4"}], [{"from": "user", "content": "Q"}, SAID]
         ),
     ),
     Row("turn {} has role {}; write {}", result=[1])
-    .refuses(lambda: labels({"messages": [ASKED, SAID | {"role": "assitant"}]}))
-    .helps("write {}", lambda: labels({"messages": [ASKED, SAID]}))
+    .refuses(lambda: labels([ASKED, SAID | {"role": "assitant"}]))
+    .helps("write {}", lambda: labels([ASKED, SAID]))
     .helps(
-        "a role of the template that is spelled otherwise",
-        lambda: labels({"messages": [ASKED, SAID, ASKED | {"role": "narrator"}]}),
+        "a role of the template that is spelled otherwise", lambda: labels([ASKED, SAID, ASKED | {"role": "narrator"}])
     ),
     Row("turn {} ({}) has no content; it has {}", result=[1, 1])
-    .refuses(lambda: labels({"messages": [ASKED, {"role": "assistant"}]}))
+    .refuses(lambda: labels([ASKED, {"role": "assistant"}]))
     .helps(
-        "add content (or ShareGPT's value)",
-        lambda: labels({"messages": [ASKED, SAID]}, {"messages": [ASKED, {"role": "assistant", "value": "A"}]}),
+        "add content (or ShareGPT's value)", lambda: labels([ASKED, SAID], [ASKED, {"role": "assistant", "value": "A"}])
     )
-    .helps("tool_calls", lambda: labels(*[{"messages": [ASKED, CALL]}] * 2)),
+    .helps("tool_calls", lambda: labels(*[[ASKED, CALL]] * 2)),
     Row("turn {} ({}) has the part {}; expected text, or parts of type text", result=[1])
     .refuses(
         lambda: labels(
@@ -408,17 +398,17 @@ ROWS = [
     .helps("copy", lambda: arrow_file(whole=True))
     .helps("write it again", lambda: arrow_file(whole=True)),
     Row("{}:{} has no text under {}; it has {}: name the key with data.field", result=["a"])
-    .refuses(lambda: texts("a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"})))
+    .refuses(lambda: texts("a.jsonl", lines(*TWO_BODIES)))
     .helps(
         "name the key with data.field, remove the record",
         lambda: [
-            *texts("a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"}), field="body")[:1],
+            *texts("a.jsonl", lines(*TWO_BODIES), field="body")[:1],
             *texts("a.jsonl", lines({"text": "a", "body": "a"})),
         ][:1],
     )
     .helps(
         "skip such records with data.bad_rows: skip",
-        lambda: texts("a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"}), reading=Reading(skip=True)),
+        lambda: texts("a.jsonl", lines(*TWO_BODIES), reading=Reading(skip=True)),
     ),
     Row("{} has no text under {}; it has {}; name the key with data.field", result=[["a", "b"]])
     .refuses(lambda: pairs({"body": "a", "target": "b"}))
@@ -444,20 +434,12 @@ ROWS = [
     .helps("use a template that writes it{}", lambda: labelled(TEMPLATES["chatml"].text, [ASKED, CALL]))
     .helps("remove it", lambda: labelled(PLAIN, [ASKED, SAID])),
     Row("the chat template writes {} answers of {}, so those of weight 0 cannot be identified", result=1)
-    .refuses(
-        lambda: labelled(
-            f"{{% for m in messages %}}{{% if loop.last %}}{MARKED}{{% endif %}}{{% endfor %}}",
-            [*TWICE[:1], TWICE[1] | {"weight": 0}, *TWICE[2:]],
-        )
-    )
-    .helps(
-        "remove weight",
-        lambda: labelled(f"{{% for m in messages %}}{{% if loop.last %}}{MARKED}{{% endif %}}{{% endfor %}}", TWICE),
-    ),
+    .refuses(lambda: labelled(BEHIND_LAST, [*TWICE[:1], TWICE[1] | {"weight": 0}, *TWICE[2:]]))
+    .helps("remove weight", lambda: labelled(BEHIND_LAST, TWICE)),
     Row("no token of the conversation would count as a label, because the chat template writes nothing", result=[1])
-    .refuses(lambda: labels(GOOD, {"messages": [ASKED, SAID | {"content": ""}]}, template=ChatTemplate(text=PLAIN)))
-    .helps("remove the conversation", lambda: labels(GOOD, template=ChatTemplate(text=PLAIN))[:1])
-    .helps("use another template", lambda: labels({"messages": [ASKED, SAID | {"content": ""}]})),
+    .refuses(lambda: labels(GOOD, [ASKED, SAID | {"content": ""}], template=PLAIN))
+    .helps("remove the conversation", lambda: labels(GOOD, template=PLAIN)[:1])
+    .helps("use another template", lambda: labels([ASKED, SAID | {"content": ""}])),
     Row("the tokenizer has no token {}, which the chat template writes", result=None)
     .refuses(lambda: TEMPLATES["llama3"].check("<|eot_id|>", byte_tokenizer().fast.token_to_id))
     .helps(
@@ -476,11 +458,8 @@ ROWS = [
     .by("tests/training/test_chat.py::test_forms_of_conversations_and_tools_pass_through")
     .helps("write the token inside the block, in a template of your own", "<|endoftext|>{% endgeneration %}"),
     Row("the chat template writes no {} behind the assistant's text ({})", result=None)
-    .refuses(lambda: ChatTemplate(text=PLAIN.replace("\n", "<end>\n")).check("<|endoftext|>", None))
-    .helps(
-        "set data.eos to the token that ends a turn",
-        lambda: ChatTemplate(text=PLAIN.replace("\n", "<end>\n")).check("<end>", None),
-    )
+    .refuses(lambda: ChatTemplate(text=ENDED).check("<|endoftext|>", None))
+    .helps("set data.eos to the token that ends a turn", lambda: ChatTemplate(text=ENDED).check("<end>", None))
     .helps(
         "write {{ eos_token }} behind it in a template of your own",
         lambda: ChatTemplate(
@@ -488,11 +467,7 @@ ROWS = [
         ).check("<|endoftext|>", None),
     ),
     Row("blocks of the chat template cannot be found in the text", result=1)
-    .refuses(
-        lambda: str(
-            labelled(f"{{% for m in messages %}}{{% filter trim %}}{MARKED}{{% endfilter %}}{{% endfor %}}", SPACED)
-        )
-    )
+    .refuses(lambda: str(labelled(TRIMMED, SPACED)))
     .helps(
         "put the blocks outside of these",
         lambda: labelled(
@@ -500,23 +475,19 @@ ROWS = [
         ),
     ),
     Row("turn {}, the assistant's, cannot be found in the text, because the chat template {}", result=[1, 1])
-    .refuses(lambda: labels({"messages": TWICE}, template=ChatTemplate(text=REWRITES)))
+    .refuses(lambda: labels(TWICE, template=REWRITES))
     .helps(
         "mark the assistant's text with {% generation %} in the template, give data.template: chatml or llama3",
         lambda: (
             labels(
-                {"messages": TWICE},
-                template=ChatTemplate(text=f"{{% for m in messages %}}<{{{{ m.role }}}}>{MARKED}{{% endfor %}}"),
+                TWICE, template=ChatTemplate(text=f"{{% for m in messages %}}<{{{{ m.role }}}}>{MARKED}{{% endfor %}}")
             )
-            and labels({"messages": TWICE}, template=TEMPLATES["llama3"])
-            and labels({"messages": TWICE})
+            and labels(TWICE, template=TEMPLATES["llama3"])
+            and labels(TWICE)
             and [1, 1]
         ),
     )
-    .helps(
-        "keep one answer in each conversation",
-        lambda: labels({"messages": TWICE[:2]}, {"messages": TWICE[2:]}, template=ChatTemplate(text=REWRITES)),
-    ),
+    .helps("keep one answer in each conversation", lambda: labels(TWICE[:2], TWICE[2:], template=REWRITES)),
     Row("the template llama3 has no tool", result=1)
     .refuses(lambda: labelled(TEMPLATES["llama3"].text, [ASKED, CALL]))
     .helps(
