@@ -114,11 +114,9 @@ def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(tm
     base.mkdir()
     (base / "config.json").write_text('{"model_type": "own"}')
     command = ["import", str(folder), str(root)]
-    for more, message in (
-        ([], "pass --config FOLDER"),
-        (["--model", "transformers"], "pass --config FOLDER"),
-        (["--model", "transformers", "--config", str(tmp_path)], "correct --config"),
-    ):
+    named, config = ["--model", "transformers"], ["--config", str(tmp_path)]
+    remedies = "pass --config FOLDER", "pass --config FOLDER", "correct --config"
+    for more, message in zip(([], named, [*named, *config]), remedies):
         done = CliRunner().invoke(app, [*command, *more])
         assert done.exit_code == 1 and message in done.stderr and not root.exists()
     assert CliRunner().invoke(app, [*command, "--model", "transformers", "--config", str(base)]).exit_code == 0

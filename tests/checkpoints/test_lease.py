@@ -91,9 +91,8 @@ def test_a_relative_folder_is_owned_and_written_from_another_working_directory(t
 
 
 def test_of_two_that_replace_a_dead_holder_in_one_moment_one_is_told(tmp_path, monkeypatch) -> None:
-    (tmp_path / LEASE_NAME).write_text(
-        json.dumps({"host": host_name(), "process": 2**22 + 1, "id": "dead", "since": "then", "count": 0})
-    )
+    dead = {"host": host_name(), "process": 2**22 + 1, "id": "dead", "since": "then", "count": 0}
+    (tmp_path / LEASE_NAME).write_text(json.dumps(dead))
     monkeypatch.setattr("meshpar.checkpoints.steps.lease.time.sleep", lambda _: elsewhere(tmp_path))
     with pytest.raises(CheckpointError, match="process 1 on elsewhere since then, which took it"):
         Lease(tmp_path).take()
