@@ -10,6 +10,7 @@ from meshpar import AttentionLayout, ModelLayout, Plan
 from meshpar.checkpoints import CheckpointManager
 from meshpar.tensors.placements import held_by_this_rank, part_like
 from meshpar.testing import on_ranks, whole
+from tests.support.comparison import on_one_rank
 from tests.support.models_for_parity import on_meta
 
 
@@ -105,7 +106,7 @@ def go_on_with_the_same_bits(worlds, folder, make, build=Uneven, half=3):
 
 
 def _save(folder, make, meshes, build, half):
-    expected = alone(make, 2 * half, build)
+    expected = on_one_rank(lambda: alone(make, 2 * half, build))
     for number, (mesh, passes) in enumerate(meshes):
         par = on(mesh, passes, build)
         optimizer = trained(par.module, make, half)
@@ -116,7 +117,7 @@ def _save(folder, make, meshes, build, half):
 
 
 def _go_on(folders, make, meshes, build, half):
-    expected = alone(make, 2 * half, build)
+    expected = on_one_rank(lambda: alone(make, 2 * half, build))
     for mesh, passes in meshes:
         par = on(mesh, passes, build)
         for folder in folders:

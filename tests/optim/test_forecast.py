@@ -38,7 +38,7 @@ def test_a_rank_holds_the_bytes_of_the_forecast(mesh):
     spec, (build, passes) = MeshSpec(mesh.rstrip(",")), MESHES[mesh]
     module = on_meta(build)
     step = Simulation(plan=Plan(spec, passes), model=module, batch=Batch(sequence=16), world_size=spec.size)
-    traces = simulate([replace(step, optimizer=make) for make in MAKES], workers=2)
+    traces = simulate([replace(step, optimizer=make) for make in MAKES])
     on_ranks(spec.size)(check)(mesh, [trace.exact["optimizer"] for trace in traces])
 
 

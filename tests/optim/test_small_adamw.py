@@ -16,6 +16,7 @@ from meshpar.testing import on_ranks
 from tests.accelerator.accelerated import accelerated
 from tests.optim.given import alone, bits, drawn, give, go_on_with_the_same_bits, on, reset, same, trained
 from tests.passes.data.test_unit_collectives import WORLD
+from tests.support.comparison import on_one_rank
 from tests.support.tiers import daily
 
 KINDS = [
@@ -44,7 +45,7 @@ DAILY = {2: KINDS[:1], 3: KINDS[3:], 4: KINDS[3:]}
 @on_ranks("ranks", timeout_s=400)
 def test_ranks_have_the_bits_of_one_process(ranks, every):
     kinds = KINDS if every else DAILY[ranks]
-    expected = [alone(make, 20) for make in kinds]
+    expected = on_one_rank(lambda: [alone(make, 20) for make in kinds])
     for mesh, passes in MESHES[ranks]:
         par = on(mesh, passes)
         for make, bits_alone in zip(kinds, expected, strict=True):

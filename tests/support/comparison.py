@@ -1,6 +1,7 @@
 """The one measure of how far values of ranks are from one process, for tables, fuzzers and strangers."""
 
 import torch
+import torch.distributed as dist
 
 from meshpar.testing import whole
 
@@ -54,3 +55,10 @@ def assert_gradients(module, alone, **tolerance):
 def assert_weights(par, alone, **tolerance):
     """The whole state of a plan's module is that of one process."""
     torch.testing.assert_close(dict(par.state_dict(full=True, everywhere=True)), dict(alone.state_dict()), **tolerance)
+
+
+def on_one_rank(compute):
+    """What rank 0 computes, on every rank: the others leave the processor to it. Collective."""
+    results = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(results)
+    return results[0]

@@ -15,7 +15,7 @@ from meshpar.passes.pipeline.running import Layers
 from meshpar.tensors.placements import whole_tensor
 from meshpar.testing import on_ranks
 from meshpar.training import scale_rates
-from tests.support.comparison import assert_gradients, gradients
+from tests.support.comparison import assert_gradients, gradients, on_one_rank
 from tests.support.models_for_parity import on_meta, transformer
 from tests.support.tiers import daily
 
@@ -358,7 +358,7 @@ def assert_as_one_process(name, mesh, passes, ranks=1):
         par.clip_grad_norm_(0.05)
         optimizer.step()
         optimizer.zero_grad()
-    one = in_one_process(name, ranks)
+    one = on_one_rank(lambda: in_one_process(name, ranks))
     torch.testing.assert_close(losses, one[0], rtol=1e-6, atol=1e-6)  # totals are float32
     torch.testing.assert_close(grads, {key: one[1][key] for key in grads}, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(dict(par.state_dict(full=True, everywhere=True)), dict(one[2]), rtol=1e-9, atol=1e-9)
