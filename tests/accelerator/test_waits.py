@@ -109,7 +109,10 @@ def waits_of(build, mesh, passes, *, rank=0, half=False, fused=True):
             par = allocate(Plan(mesh, passes).apply(model, device_type=device.NAME))
         if (layers := par.run.find(Layers)) is not None:
             header = Header(-1, 0, 0, ((torch.bfloat16, (2, 16, model.config.dim)),))
-            layers.edges.transfers.supposed, layers._form = {None: header}, (True, [("loss", (), torch.float32)])
+            layers.edges.transfers.supposed, layers._form = (
+                {None: header},
+                (True, torch.float32, [("loss", (), torch.float32)]),
+            )
             layers.gather = lambda mine: [mine, mine]
         optimizer = build_adamw(par.module, AdamWSettings(fused=fused))
         schedule, scaler = Schedule(name="constant", lr=1e-3, steps=9), LossScaler() if half else None
