@@ -15,7 +15,7 @@ from meshpar._torch.tensors import gradient_hooks
 from meshpar.core import registry
 from meshpar.core.errors import LayoutError, MeshError, PlanError, shown
 from meshpar.core.layout import ModelLayout
-from meshpar.core.mesh import MeshSpec
+from meshpar.core.mesh import MeshSpec, check_mesh
 from meshpar.core.passes import Guards, Pass, Role, Stage, axes_of, held_mesh, seen_mesh, unaveraged
 from meshpar.core.patterns import class_name
 
@@ -45,11 +45,7 @@ def problems_of(
 
 def check_arguments(mesh: object, passes: object, guards: object) -> None:
     """Raise for arguments of another kind than a plan takes: a pass that stands alone, text, a dict."""
-    if not isinstance(mesh, MeshSpec | str):
-        raise MeshError(
-            f"a plan's mesh is {shown(mesh)} of type {type(mesh).__name__}; expected text such as 'dp_shard=2,tp=4', "
-            "or a MeshSpec: write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
-        )
+    check_mesh(mesh)
     if isinstance(passes, str) or not isinstance(passes, Iterable):
         kind = passes if isinstance(passes, type) else type(passes)
         example = f"{kind.__name__}()" if issubclass(kind, Pass) else _example()

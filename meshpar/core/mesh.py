@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.core.errors import MeshError
+from meshpar.core.errors import MeshError, shown
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """The known axes, outermost first: the last ones talk most, so their ranks sit closest."""
@@ -271,6 +271,15 @@ def _built(device_type: str, axes: tuple[tuple[str, int], ...], *, own: bool) ->
     tell_apart(mesh)
     share_timeout(map(mesh.get_group, names))
     return mesh
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise MeshError for a mesh of another kind than a plan takes."""
+    if not isinstance(mesh, MeshSpec | str):
+        raise MeshError(
+            f"a plan's mesh is {shown(mesh)} of type {type(mesh).__name__}; expected text such as 'dp_shard=2,tp=4', "
+            "or a MeshSpec: write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
+        )
 
 
 def divisors(number: int) -> list[int]:

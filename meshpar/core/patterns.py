@@ -146,12 +146,17 @@ def suggestion(name: str, known: Iterable[str], *, others: str = "") -> str:
     )
 
 
-def class_name(module: nn.Module) -> str:
-    """Return the name of the module's class as its author wrote it; FSDP2 puts a class of its own before it."""
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the module's class as its author wrote it; FSDP2 puts a class of its own before it."""
     kind = type(module)
     while hasattr(kind, "set_requires_gradient_sync") and len(kind.__bases__) > 1:
         kind = kind.__bases__[-1]
-    return kind.__name__
+    return kind
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of the module's class as its author wrote it."""
+    return own_class(module).__name__
 
 
 OWN_NUMBER = re.compile(r"(^|_)(idx|id|index|layer|number|place|layer_number)$")

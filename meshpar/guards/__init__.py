@@ -7,7 +7,7 @@ from meshpar.guards.agreement import Agreement
 from meshpar.guards.backwards import Backwards, HookedGradients, Reentrant, UnfinishedSteps
 from meshpar.guards.losses import WholeSequences
 from meshpar.guards.optimizers import Optimizers
-from meshpar.guards.placed_parameters import PlacedParameters, RecomputedBuffers, WrittenInForward
+from meshpar.guards.placed_parameters import PlacedParameters, WrittenInForward
 from meshpar.guards.stage_numbers import StageNumbers
 from meshpar.step.gradients import LeftGradients
 from meshpar.step.moment import Guard, Guarded
@@ -18,7 +18,7 @@ def own_guards(guarded: Guarded) -> tuple[list[Guard], list[Guard]]:
     left_gradients, divided = guarded.facts.find(LeftGradients), guarded.resolved.divided
     assert left_gradients is not None, "every plan with guards has it"
     placed = PlacedParameters(guarded)
-    first: list[Guard] = [placed, UnfinishedSteps(left_gradients), RecomputedBuffers(guarded), Optimizers(guarded)]
+    first: list[Guard] = [placed, UnfinishedSteps(left_gradients), Optimizers(guarded)]
     first += [StageNumbers(guarded)] if divided(Role.LAYERS) else []
     first += [WholeSequences(guarded)] if divided(Role.POSITIONS) else []
     first += [WrittenInForward(guarded), Reentrant()]

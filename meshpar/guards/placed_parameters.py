@@ -184,11 +184,16 @@ def _tied_since(names: Mapping[str, int], now: Mapping[str, nn.Parameter]) -> li
 
 @final
 class WrittenInForward(Guard):
-    """Compare whole parameters before and after a call of the module, and gathered ones around their unit's forward."""
+    """Compare whole parameters and recomputed buffers around a call, and gathered ones around a unit's forward."""
 
     def __init__(self, guarded: Guarded) -> None:
         self._units, self._whole = guarded.units, guarded.facts.find(WholeParameters)
         self._before: dict[str, tuple[int, int]] = {}
+        recomputed = guarded.facts.find(Recomputed)
+        children = [child for block in (recomputed.blocks if recomputed else ()) for child in block.modules()]
+        # batch norm knows when it is recomputed
+        self._recomputed = [child for child in children if child._buffers and not isinstance(child, BatchNorm)]
+        self._buffers: list[tuple[nn.Module, str, Tensor, int]] = []
         self._names, self._looks = {unit: name for name, unit in guarded.module.named_modules()}, Looks()
         for unit in self._units.modules:
             # FSDP2's own hook came before; its hook after a forward comes next
@@ -197,11 +202,24 @@ class WrittenInForward(Guard):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._before = self._now()
+        self._buffers = [
+            (child, name, buffer, buffer._version)
+            for child in (self._recomputed if torch.is_grad_enabled() else ())
+            for name, buffer in child._buffers.items()
+            if buffer is not None
+        ]
 
     def after_forward(self, output: object) -> None:
         now = self._now()
         if now != self._before:
             refuse_written(next(name for name in now if now[name] != self._before[name]))
+        buffers, self._buffers = self._buffers, []
+        for child, name, buffer, version in buffers:
+            if child._buffers[name] is not buffer or buffer._version != version:
+                raise MeshparError(
+                    f"{class_name(child)} changes its buffer {name!r} in forward, which recomputation would do twice; "
+                    "leave such blocks out: ActivationCheckpoint(blocks=...)"
+                )
 
     def _now(self) -> dict[str, tuple[int, int]]:
         return {} if self._whole is None else self._whole.versions()
@@ -214,32 +232,3 @@ class WrittenInForward(Guard):
     def _before_freed(self, unit: nn.Module, args: object, output: object) -> None:
         if name := self._units.writes.written_in_forward(unit, look=self._looks.first(self._names[unit])):
             refuse_written(name)
-
-
-@final
-class RecomputedBuffers(Guard):
-    """Compare the buffers in recomputed blocks before and after a forward; batch norm knows when it is recomputed."""
-
-    def __init__(self, guarded: Guarded) -> None:
-        self._before: list[tuple[nn.Module, str, Tensor, int]] = []
-        recomputed = guarded.facts.find(Recomputed)
-        blocks = () if recomputed is None else recomputed.blocks
-        children = [child for block in blocks for child in block.modules()]
-        self._recomputed = [child for child in children if child._buffers and not isinstance(child, BatchNorm)]
-
-    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._before = [
-            (child, name, buffer, buffer._version)
-            for child in (self._recomputed if torch.is_grad_enabled() else ())
-            for name, buffer in child._buffers.items()
-            if buffer is not None
-        ]
-
-    def after_forward(self, output: object) -> None:
-        before, self._before = self._before, []
-        for child, name, buffer, version in before:
-            if child._buffers[name] is not buffer or buffer._version != version:
-                raise MeshparError(
-                    f"{class_name(child)} changes its buffer {name!r} in forward, which recomputation would do twice; "
-                    "leave such blocks out: ActivationCheckpoint(blocks=...)"
-                )

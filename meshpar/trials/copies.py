@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from meshpar._torch.autograd import StorageWeakRef
 from meshpar.core import runtime
+from meshpar.core.patterns import own_class
 from meshpar.passes.experts.routing import Chosen
 from meshpar.passes.tensor.collectives import gather_values, join_chunks, take_chunk
 from meshpar.passes.tensor.context import Context
@@ -214,9 +215,7 @@ class _StateWriter(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         if issubclass(kind, nn.Module):
-            while hasattr(kind, "set_requires_gradient_sync") and len(kind.__bases__) > 1:
-                kind = kind.__bases__[-1]
-            return object.__new__, (kind,), _state_of(value), None, None, _set_state
+            return object.__new__, (own_class(value),), _state_of(value), None, None, _set_state
         if kind is FunctionType:
             # what wraps a function, as torch's compiler does, may keep another function among its attributes
             return _FunctionMaker(value), (value.__closure__,), dict(vars(value)), None, None, _set_state

@@ -17,7 +17,6 @@ import meshpar.forecasting.device as device
 from meshpar import Guard
 from meshpar._torch.simulated_device import fake_mode
 from meshpar.core import runtime
-from meshpar.exchange.ranks import Looks
 from meshpar.parallelized import Parallelized
 from meshpar.state import initialize
 from meshpar.testing import PRELOAD
@@ -79,14 +78,10 @@ def simulated(world_size: int, *, as_rank: int = 0) -> Iterator[None]:
     """Be one of ``world_size`` ranks on the simulated device, after the first comparisons of a job."""
     install()
     torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign, assignment]
-    looks, Looks.FIRST = Looks.FIRST, 0
     # One thread: torch ends the process at an error in a thread that autograd keeps for a device written in Python.
     single = torch.autograd.set_multithreading_enabled(False)
-    try:
-        with single, runtime.simulated(world_size, as_rank=as_rank), fake_mode(), device.kernels_of("cuda"):
-            yield
-    finally:
-        Looks.FIRST = looks
+    with single, runtime.simulated(world_size, as_rank=as_rank), fake_mode(), device.kernels_of("cuda"):
+        yield
 
 
 def allocate(par: Parallelized) -> Parallelized:
