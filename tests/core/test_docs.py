@@ -18,7 +18,7 @@ TRIED = [path for path in PAGES if ">>> " in path.read_text(encoding="utf-8")]
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 PUBLIC = [
     "meshpar", "meshpar.passes", "meshpar.models", "meshpar.checkpoints", "meshpar.training", "meshpar.optim",
-    "meshpar.forecasting", "meshpar.testing", "meshpar.launchers",
+    "meshpar.forecasting", "meshpar.testing", "meshpar.launchers", "meshpar.integrations.accelerate",
 ]  # fmt: skip
 
 

@@ -49,6 +49,7 @@ FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 PUBLIC = (
     "meshpar", "meshpar.passes", "meshpar.models", "meshpar.checkpoints", "meshpar.training", "meshpar.optim",
     "meshpar.forecasting", "meshpar.testing", "meshpar.launchers", "meshpar.integrations.transformers",
+    "meshpar.integrations.accelerate",
 )  # fmt: skip
 """What users import from; public is what `__all__` names there."""
 MEASURED = {

@@ -1,0 +1,143 @@
+"""What several trainers need: optimizers that follow parameters to the mesh by name, and whole weights to save."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshpar import MeshparError, Parallelized
+
+_DEPTH = 4
+"""How deep an optimizer's attributes are searched for parameters that it keeps outside of its groups."""
+
+
+class _Replaced(NamedTuple):
+    """A parameter of before ``plan.apply``, its module and its name there."""
+
+    parameter: weakref.ref[Tensor]
+    module: nn.Module
+    name: str
+
+
+@final
+class ReplacedParameters:
+    """The parameters that plans replaced, by which optimizers find those that took their places."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, _Replaced] = {}
+
+    def note(self, module: nn.Module) -> None:
+        """Remember the parameters of ``module``, to which a plan is about to be applied."""
+        for name, parameter in module.named_parameters():
+            self._by_id[id(parameter)] = _Replaced(weakref.ref(parameter), module, name)
+
+    def find(self, parameter: Tensor) -> _Replaced | None:
+        """Return where a parameter of before was, None for one that no module had."""
+        replaced = self._by_id.get(id(parameter))
+        return replaced if replaced is not None and replaced.parameter() is parameter else None
+
+    @contextmanager
+    def moving(self, optimizers: Sequence[Optimizer], by_module: Mapping[nn.Module, Parallelized]) -> Iterator[None]:
+        """Apply plans in the block; then give the optimizers' groups and state the new parameters, in place.
+
+        The groups are empty in the block, so that no optimizer keeps whole parameters in memory. Call :meth:`note`
+        first for each module.
+
+        Raises:
+            MeshparError: an optimizer holds parameters of no module, or keeps parameters or state that cannot be moved.
+        """
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        entries = [[self.find(parameter) or parameter for parameter in group["params"]] for group in groups]
+        states = [self._take_state(optimizer) for optimizer in optimizers]
+        for group in groups:
+            group["params"] = []
+        try:
+            yield
+        finally:
+            for group, members in zip(groups, entries, strict=True):
+                group["params"] = [_parameter_now(entry) for entry in members]
+        current = {id(parameter) for module in by_module for parameter in module.parameters()}
+        for optimizer, state in zip(optimizers, states, strict=True):
+            kind = type(optimizer).__name__
+            parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if strangers := [tuple(parameter.shape) for parameter in parameters if id(parameter) not in current]:
+                raise MeshparError(
+                    f"{kind} holds {len(strangers)} of {len(parameters)} parameters that no prepared model has, of "
+                    f"shapes {strangers[:3]}, and no pass would reduce their gradients; expected parameters of the "
+                    "prepared models alone: make them parameters of a model before it is prepared"
+                )
+            for entry, values in state:
+                optimizer.state[_parameter_now(entry)] = _moved_state(kind, entry, values, by_module[entry.module])
+            if (attribute := self._kept_outside(optimizer)) is not None:
+                raise MeshparError(
+                    f"{kind} keeps parameters of before in its attribute {attribute!r}, which cannot be moved to the "
+                    "mesh; expected them in its parameter groups alone: prepare the model first, and build the "
+                    "optimizer from the prepared model's parameters"
+                )
+
+    def _take_state(self, optimizer: Optimizer) -> list[tuple[_Replaced, Any]]:
+        """Take the state of replaced parameters out of an optimizer."""
+        entries = [(self.find(key), key) for key in optimizer.state if isinstance(key, Tensor)]
+        return [(entry, optimizer.state.pop(key)) for entry, key in entries if entry is not None]
+
+    def _kept_outside(self, optimizer: Optimizer) -> str | None:
+        """Return the attribute in which an optimizer still keeps a parameter of before."""
+
+        def has_replaced(value: object, depth: int) -> bool:
+            if isinstance(value, Tensor):
+                entry = self.find(value)
+                return entry is not None and _parameter_now(entry) is not value
+            if depth == 0:
+                return False
+            if isinstance(value, Mapping):
+                parts = [*value.keys(), *value.values()]
+            elif isinstance(value, (list, tuple, set)):
+                parts = list(value)
+            else:
+                parts = list(vars(value).values()) if isinstance(value, Optimizer) else []
+            return any(has_replaced(part, depth - 1) for part in parts)
+
+        return next((name for name, value in vars(optimizer).items() if has_replaced(value, _DEPTH)), None)
+
+
+def _parameter_now(entry: _Replaced | Tensor) -> Tensor:
+    return entry.module.get_parameter(entry.name) if isinstance(entry, _Replaced) else entry
+
+
+def _moved_state(kind: str, entry: _Replaced, values: Any, par: Parallelized) -> Any:
+    """Return the state of one parameter with each tensor of the parameter's shape placed as the parameter is."""
+    parameter, moved = _parameter_now(entry), {}
+    for key, value in dict(values).items():
+        tensor = isinstance(value, Tensor)
+        if tensor and value.shape != parameter.shape and value.numel() > 1:
+            raise MeshparError(
+                f"{kind}'s {key!r} of {entry.name} has shape {tuple(value.shape)} and the parameter "
+                f"{tuple(parameter.shape)}, so the state cannot be moved to the mesh; expected one value for each "
+                "element: prepare the optimizer before its first step"
+            )
+        moved[key] = par.like(parameter, value) if tensor and value.shape == parameter.shape else value
+    return moved
+
+
+def save_whole(par: Parallelized) -> None:
+    """Let ``save_pretrained`` of transformers, diffusers and peft write whole tensors. It becomes collective."""
+    module: Any = par.module
+    save = getattr(module, "save_pretrained", None)
+    if save is None:
+        return
+
+    def save_pretrained(*args: Any, **options: Any) -> None:
+        state = par.state_dict(full=True)
+        sharded = module.state_dict
+        module.state_dict = lambda *_, **__: state  # diffusers takes no state_dict=
+        try:
+            save(*args, **{**options, "state_dict": state})
+        finally:
+            module.state_dict = sharded
+
+    module.save_pretrained = save_pretrained
