@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
-from transformers.trainer_utils import seed_worker
+from transformers.trainer_utils import has_length, seed_worker
 
 from meshpar import MeshparError, Parallelized, Plan, Role
 from meshpar.checkpoints import CheckpointManager, export_module
@@ -183,6 +183,7 @@ class _TrainerOnMesh(Trainer):
 
     accelerator: _AcceleratorOnMesh
     args: Any
+    label_smoother: Any
 
     def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
         bound = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
@@ -268,7 +269,13 @@ class _TrainerOnMesh(Trainer):
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         loader = super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
-        samples, ranks = getattr(dataset, "__len__", lambda: 0)(), self._par.data_size
+        ranks = self._par.data_size
+        if ranks > 1 and not has_length(dataset):
+            raise MeshparError(
+                f"{description}: the dataset has no length, so that {ranks} data ranks cannot share its last samples "
+                "as one process would use them; expected a length: load it without streaming, or use a mesh of tp alone"
+            )
+        samples = len(dataset) if ranks > 1 else 0
         if not self._weighs_tokens and not self.args.dataloader_drop_last and samples % (batch_size * ranks):
             raise MeshparError(
                 f"{description}: {samples} samples do not fill batches of {batch_size} on {ranks} data ranks, and "
@@ -283,10 +290,14 @@ class _TrainerOnMesh(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         items = super()._get_num_items_in_batch(batch_samples, device)
-        if items is None and self._par.data_size > 1 and any(map(_has_token_labels, batch_samples)):
+        labels = [batch["labels"] for batch in batch_samples if isinstance(batch, Mapping) and "labels" in batch]
+        counted = all(isinstance(part, Tensor) and not part.is_floating_point() for part in labels)
+        counted = counted and (items is not None or all(part.ndim < 2 for part in labels))
+        if labels and self._par.data_size > 1 and self.compute_loss_func is None and not counted:
             raise MeshparError(
-                f"{type(self.model).__name__} takes no num_items_in_batch, so that each rank averages over its own "
-                "tokens; expected a forward with **kwargs that its loss function gets, or compute_loss_func="
+                f"{type(self.model).__name__} averages its loss over the labels of a rank, because it gets no number "
+                "of the labels on all ranks; expected labels of tokens or classes, and a forward with **kwargs that "
+                "hands num_items_in_batch to its loss: pass compute_loss_func="
             )
         return items
 
@@ -443,11 +454,6 @@ class _TrainerOnMesh(Trainer):
 
 def _has_step(folder: str) -> bool:
     return bool(CheckpointManager(folder).steps())
-
-
-def _has_token_labels(batch: Any) -> bool:
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return isinstance(labels, Tensor) and labels.ndim > 1 and not labels.is_floating_point()
 
 
 def _check_plan(plan: object) -> None:

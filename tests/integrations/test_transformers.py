@@ -18,7 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from meshpar import ContextParallel, FullyShard, MeshparError, PipelineParallel, Plan, distributed
+from meshpar import ContextParallel, FullyShard, MeshparError, PipelineParallel, Plan, TensorParallel, distributed
 from meshpar.integrations.transformers import on_mesh
 from meshpar.testing import launch
 from tests.support.tiers import daily
@@ -338,6 +338,26 @@ def check_refusals(folder):
         "of a rank, repeated ones too; expected a multiple of 8, or dataloader_drop_last=True",
     )
     trainer(OwnMean, rows=Rows(21), options={"dataloader_drop_last": True, "max_steps": 1}).train()
+    refused_on_ranks(
+        lambda: trainer(rows=Streamed()).train(),
+        "Training: the dataset has no length, so that 2 data ranks cannot share its last samples as one process would "
+        "use them; expected a length: load it without streaming, or use a mesh of tp alone",
+    )
+    trainer(rows=Rows(8), options={"max_steps": 1}).train()
+    trainer(plan=Plan("tp=2", [TensorParallel()]), rows=Streamed(), options={"max_steps": 1}).train()
+    message = (
+        "averages its loss over the labels of a rank, because it gets no number of the labels on all ranks; expected "
+        "labels of tokens or classes, and a forward with **kwargs that hands num_items_in_batch to its loss: pass "
+        "compute_loss_func="
+    )
+    regression = llama(LlamaForSequenceClassification, num_labels=1)
+    refused_on_ranks(lambda: trainer(model=regression, rows=Scores(16)).train(), message)
+    regression = llama(LlamaForSequenceClassification, num_labels=1)
+    trainer(model=regression, rows=Scores(16), compute_loss_func=squares_over_items, options={"max_steps": 1}).train()
+    adapted = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    refused_on_ranks(
+        lambda: trainer(model=adapted, plan=Plan("tp=2", [TensorParallel()])), "meshpar.training.add_adapters(model, "
+    )
     model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     refused_on_ranks(lambda: trainer(model=model), "expected adapters inside of layers, such as LoRA")
 
@@ -345,6 +365,20 @@ def check_refusals(folder):
 def sum_over_items(outputs, labels, num_items_in_batch):
     logits = outputs.logits[:, :-1].flatten(0, 1)
     return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return (Rows(8)[index] for index in range(8))
+
+
+class Scores(Rows):
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens[index], "labels": self.trained[index] / 24}
+
+
+def squares_over_items(outputs, labels, num_items_in_batch):
+    return (outputs.logits[:, 0] - labels).square().sum() / num_items_in_batch
 
 
 class OwnLoss(Trainer):

@@ -72,4 +72,11 @@ ROWS = (
     Tested("has adapters of one process; expected a checkpoint of a trainer on a mesh")
     .by("tests/integrations/test_transformers.py::check_adapters_of_one_process")
     .helps("load them by PeftModel.from_pretrained(model, folder, is_trainable=True)", "is_trainable=True"),
+    Tested("{} data ranks cannot share its last samples as one process would use them")
+    .by("tests/integrations/test_transformers.py::check_refusals")
+    .helps("load it without streaming", "trainer(rows=Rows(8)")
+    .helps("use a mesh of tp alone", 'plan=Plan("tp=2", [TensorParallel()]), rows=Streamed()'),
+    Tested("averages its loss over the labels of a rank, because it gets no number of the labels on all ranks")
+    .by("tests/integrations/test_transformers.py::check_refusals")
+    .helps("pass compute_loss_func=", "compute_loss_func=squares_over_items"),
 )
