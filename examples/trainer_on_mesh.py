@@ -13,12 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import meshpar
 from meshpar.integrations.transformers import on_mesh
 
-PASSES = {
-    "dp_shard=2": [meshpar.FullyShard()],
-    "dp_replicate=2": [meshpar.Replicate()],
-    "tp=2": [meshpar.TensorParallel()],
-    "dp_shard=2,tp=2": [meshpar.TensorParallel(), meshpar.FullyShard()],
-}
 LENGTH, GLOBAL_BATCH, STEPS = 64, 8, 20
 
 
@@ -54,7 +48,7 @@ def main(mesh: str, run: Path) -> None:
         sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
         library = Path(sysconfig.get_paths()["stdlib"])
-        plan = meshpar.Plan(mesh, PASSES.get(mesh, []))
+        plan = meshpar.Plan(mesh, meshpar.passes_for(mesh))
         trainer = on_mesh(Trainer)(model, arguments, train_dataset=Bytes(library / "typing.py"), plan=plan)
         trainer.train(resume_from_checkpoint=(run / "checkpoint-10").is_dir())
         trainer.save_model(str(run / "export"))

@@ -184,6 +184,9 @@ class _TrainerOnMesh(Trainer):
     accelerator: _AcceleratorOnMesh
     args: Any
     label_smoother: Any
+    lr_scheduler: Any
+    model: Any
+    optimizer: Any
 
     def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
         bound = inspect.signature(super().__init__).bind(*args, **kwargs).arguments

@@ -15,17 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
-from meshpar import (
-    FullyShard,
-    HybridShard,
-    MeshparError,
-    MeshSpec,
-    PipelineParallel,
-    Plan,
-    Replicate,
-    TensorParallel,
-    distributed,
-)
+from meshpar import MeshparError, MeshSpec, Plan, distributed, passes_for
 from meshpar.integrations.transformers import on_mesh
 from meshpar.testing import launch
 
@@ -85,13 +75,7 @@ def llama(kind=LlamaForCausalLM, seed=0, **options):
 
 
 def plan_of(mesh):
-    passes = [PipelineParallel()] if "pp" in mesh else []
-    passes += [TensorParallel()] if "tp" in mesh else []
-    if "dp_replicate" in mesh and "dp_shard" in mesh:
-        passes.append(HybridShard())
-    elif "dp" in mesh:
-        passes.append(FullyShard() if "dp_shard" in mesh else Replicate())
-    return Plan(mesh, passes)
+    return Plan(mesh, passes_for(mesh))
 
 
 def data_ranks(mesh):
