@@ -68,12 +68,13 @@ _SETTINGS = {
     "ddp_broadcast_buffers": _NO_DDP,
     "ddp_static_graph": _NO_DDP,
     "predict_with_generate": _Setting((False, None), "drop it, and generate after training"),
+    "use_vllm": _Setting((False, None), "drop it, and generate by transformers"),
     "sync_ref_model": _Setting((False, None), "drop it, because the reference model is frozen on the mesh"),
 }
 """What some values of TrainingArguments would do in other ways than one process."""
 
 
-_TESTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+_TESTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer")
 """Trainers of other packages that are compared with one process."""
 
 
@@ -198,6 +199,11 @@ class _TrainerOnMesh(Trainer):
                 "optimizers has an optimizer or a schedule of the whole model's parameters; expected none: choose them "
                 "by optim= and lr_scheduler_type=, pass optimizer_cls_and_kwargs=, or override create_optimizer"
             )
+        if bound.get("reward_funcs") is not None and (axis := _axis_of(plan, Role.FEATURES)) is not None:
+            raise MeshparError(
+                f"axis {axis!r} has ranks with the same prompts, whose completions {type(self).__name__} would count "
+                "twice; expected axes of samples: use a mesh of dp_replicate and dp_shard"
+            )
         self._plan, self._par, self._same_mesh = plan, cast("Parallelized", None), False
         self._stage_axis, self._waiting = self._axis_of_layers(plan), list[Any]()
         super().__init__(*args, **kwargs)
@@ -225,11 +231,18 @@ class _TrainerOnMesh(Trainer):
 
     def _divide(self, model: nn.Module) -> nn.Module:
         """Apply the plan to a model, of peft's to the model inside, and let the accelerator count its data ranks."""
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        if base is not model and (axis := _axis_of(self._plan, Role.FEATURES)) is not None:
+            raise MeshparError(
+                f"axis {axis!r} splits layers by features, and peft's adapters add to whole layers; expected axes of "
+                f"samples: use a mesh without {axis}, or add adapters by meshpar.training.add_adapters in a loop"
+            )
         if self.label_smoother is not None and type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             # Trainer asks the name of the class, which sharding changes
             self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
         self._par = self._plan.apply(base, device_type=self.args.device.type)
+        if self._par.data_size > 1 and hasattr(base, "generate"):
+            base.generate = functools.partial(base.generate, synced_gpus=True)  # ranks end with the longest sequence
         divided = set(map(id, base.parameters()))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         outside = [name for name, parameter in trained.items() if id(parameter) not in divided]
@@ -319,6 +332,13 @@ class _TrainerOnMesh(Trainer):
         masked = dict(batch)
         for name in (*self.label_names, "shift_labels"):
             if isinstance(labels := masked.get(name), Tensor) and labels.ndim:
+                samples = state.active_dataloader.total_batch_size
+                if len(labels) * self._par.data_size != samples and self._par.data_size > 1:
+                    raise MeshparError(
+                        f"the last batch of an epoch repeats samples, and the collator joined {samples} samples of all "
+                        f"ranks into {len(labels)} rows on each; expected a row for each sample: set "
+                        "dataloader_drop_last=True"
+                    )
                 real = max(0, state.remainder - self._par.data_rank * len(labels))
                 masked[name] = labels.clone()
                 masked[name][real:] = LabelSmoother.ignore_index

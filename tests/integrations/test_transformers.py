@@ -345,6 +345,13 @@ def check_refusals(folder):
     )
     trainer(rows=Rows(8), options={"max_steps": 1}).train()
     trainer(plan=Plan("tp=2", [TensorParallel()]), rows=Streamed(), options={"max_steps": 1}).train()
+    refused_on_ranks(
+        lambda: trainer(rows=Rows(21), data_collator=flat, options={"max_steps": 2}).train(),
+        "the last batch of an epoch repeats samples, and the collator joined 8 samples of all ranks into 1 rows on "
+        "each; expected a row for each sample: set dataloader_drop_last=True",
+    )
+    whole_batches = {"max_steps": 2, "dataloader_drop_last": True}
+    trainer(rows=Rows(21), data_collator=flat, options=whole_batches).train()
     message = (
         "averages its loss over the labels of a rank, because it gets no number of the labels on all ranks; expected "
         "labels of tokens or classes, and a forward with **kwargs that hands num_items_in_batch to its loss: pass "
@@ -356,8 +363,11 @@ def check_refusals(folder):
     trainer(model=regression, rows=Scores(16), compute_loss_func=squares_over_items, options={"max_steps": 1}).train()
     adapted = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     refused_on_ranks(
-        lambda: trainer(model=adapted, plan=Plan("tp=2", [TensorParallel()])), "meshpar.training.add_adapters(model, "
+        lambda: trainer(model=adapted, plan=Plan("tp=2", [TensorParallel()])),
+        "axis 'tp' splits layers by features, and peft's adapters add to whole layers; expected axes of samples: use a "
+        "mesh without tp, or add adapters by meshpar.training.add_adapters in a loop",
     )
+    trainer(model=get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])))
     model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     refused_on_ranks(lambda: trainer(model=model), "expected adapters inside of layers, such as LoRA")
 
@@ -365,6 +375,10 @@ def check_refusals(folder):
 def sum_over_items(outputs, labels, num_items_in_batch):
     logits = outputs.logits[:, :-1].flatten(0, 1)
     return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+def flat(rows):
+    return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
 
 
 class Streamed(torch.utils.data.IterableDataset):

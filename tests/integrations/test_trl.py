@@ -3,17 +3,29 @@
 import random
 
 import pytest
+import torch
 from transformers import LlamaForSequenceClassification
 
-from meshpar import Plan, distributed
+from meshpar import MeshparError, Plan, distributed, passes_for
 from meshpar.integrations.transformers import on_mesh
+from meshpar.testing import launch
 from tests.support.tiers import daily
 from tests.support.trainers import MESHES, WORDS, arguments, compare, llama, prepare_process, refused, tokenizer
 
 pytest.importorskip("trl")
 
 from datasets import Dataset as Table
-from trl import DPOConfig, DPOTrainer, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 PADDED = ("total_flos", "num_tokens")
 """What trainers count with padding and repeated rows, which depend on the rows of a rank."""
@@ -63,6 +75,38 @@ def rewarded(make, folder, mesh):
     return aligned(make, RewardTrainer, folder, mesh, RewardConfig, ["chosen", "rejected"], max_length=32)
 
 
+def alternate(probabilities, num_samples):
+    """Take the likeliest token in even rows, and the second in odd ones, which are other completions of a prompt."""
+    order = torch.arange(len(probabilities)) % 2
+    return probabilities.topk(2).indices.gather(1, order[:, None])
+
+
+def variety(completions, **_):
+    return [len(set(completion.split())) / 6 for completion in completions]
+
+
+def policy(make, folder, mesh):
+    """Completions end at other lengths, so that ranks wait for the longest one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "multinomial", alternate)
+        settings = dict(num_generations=2, max_completion_length=6, generation_kwargs={"suppress_tokens": [0]})
+        reward = {"reward_funcs": variety}
+        trainer, _ = aligned(make, GRPOTrainer, folder, mesh, GRPOConfig, ["prompt"], reward, **settings)
+    steps = [entry for entry in trainer.state.log_history if "reward_std" in entry]
+    assert len(steps) == 2 and all(entry["reward_std"] > 0 and entry["grad_norm"] > 0 for entry in steps)
+    return trainer, []
+
+
+BY_RANK = (*PADDED, "clip_ratio", "sampling", "step_time", "entropy", "train_loss")
+"""What GRPOTrainer averages over micro-batches, which it draws on each rank."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", ["dp_replicate=2", "dp_shard=2", "dp_replicate=2,dp_shard=2"])
+def test_a_policy_equals_one_process(mesh, tmp_path):
+    compare(policy, mesh, tmp_path, skip=BY_RANK)
+
+
 @pytest.mark.parametrize("mesh", daily(MESHES, "tp=2"))
 @pytest.mark.parametrize(
     "case", daily([supervised, packed, preferred, rewarded], supervised, ids=lambda case: case.__name__)
@@ -82,5 +126,27 @@ def test_what_of_trl_a_mesh_would_change_is_refused(tmp_path):
     prepare_process()
     with distributed("cpu"):
         make()
-    message = "GRPOTrainer has not been compared with one process; expected Trainer, SFTTrainer"
-    refused(lambda: on_mesh(GRPOTrainer), message)
+    message = "KTOTrainer has not been compared with one process; expected Trainer, SFTTrainer"
+    refused(lambda: on_mesh(KTOTrainer), message)
+
+
+def check_policies(folder):
+    prepare_process()
+
+    def make(mesh, **options):
+        rows = dict(train_dataset=table(["prompt"], 8), processing_class=tokenizer(), reward_funcs=variety)
+        settings = arguments(folder, kind=GRPOConfig, bf16=False, num_generations=2, **options)
+        return on_mesh(GRPOTrainer)(llama(), args=settings, plan=Plan(mesh, passes_for(mesh)), **rows)
+
+    with pytest.raises(MeshparError, match="drop it, and generate by transformers"):
+        make("dp_shard=2", use_vllm=True)
+    make("dp_shard=2")
+    message = "axis 'tp' has ranks with the same prompts, whose completions GRPOTrainerOnMesh would count twice"
+    with pytest.raises(MeshparError, match=message):
+        make("tp=2")
+    make("dp_replicate=2")
+
+
+@pytest.mark.nightly
+def test_what_of_policies_a_mesh_would_change_is_refused(tmp_path):
+    launch(__name__, "check_policies", 2, (tmp_path,))

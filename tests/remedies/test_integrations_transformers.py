@@ -79,4 +79,17 @@ ROWS = (
     Tested("averages its loss over the labels of a rank, because it gets no number of the labels on all ranks")
     .by("tests/integrations/test_transformers.py::check_refusals")
     .helps("pass compute_loss_func=", "compute_loss_func=squares_over_items"),
+    Tested("drop it, and generate by transformers")
+    .by("tests/integrations/test_trl.py::check_policies")
+    .helps("drop it", 'make("dp_shard=2")'),
+    Tested("has ranks with the same prompts, whose completions {} would count")
+    .by("tests/integrations/test_trl.py::check_policies")
+    .helps("use a mesh of dp_replicate and dp_shard", 'make("dp_replicate=2")'),
+    Tested("the last batch of an epoch repeats samples, and the collator joined {} samples of all")
+    .by("tests/integrations/test_transformers.py::check_refusals")
+    .helps("set dataloader_drop_last=True", "options=whole_batches"),
+    Tested("splits layers by features, and peft's adapters add to whole layers")
+    .by("tests/integrations/test_transformers.py::check_refusals")
+    .helps("use a mesh without {}", "trainer(model=get_peft_model(")
+    .helps("add adapters by", "meshpar.training.add_adapters in a loop"),
 )
