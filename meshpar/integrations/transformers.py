@@ -326,7 +326,7 @@ class _TrainerOnMesh(Trainer):
 
     def _without_repeats(self, batch: Any) -> Any:
         """Take the samples that fill up the last batch of an epoch out of the loss: their labels do not count."""
-        state = self.accelerator.gradient_state
+        state: Any = self.accelerator.gradient_state
         if not (state.end_of_dataloader and state.remainder > 0 and isinstance(batch, Mapping)):
             return batch
         masked = dict(batch)
