@@ -109,9 +109,9 @@ class Float8(Pass):
     def _layers(self, module: nn.Module, layout: ModelLayout) -> dict[str, nn.Linear]:
         """Return the layers by name that float8 can hold."""
         layers: dict[str, nn.Linear] = {}
-        for block, inside in find_blocks(module, layout, self.blocks):
-            for name, child in inside.named_modules():
-                full = f"{block}.{name}"
+        for path, block in find_blocks(module, layout, self.blocks):
+            for name, child in block.named_modules():
+                full = f"{path}.{name}"
                 if not isinstance(child, nn.Linear) or any(covers(pattern, full) for pattern in self.skip):
                     continue
                 if not (child.in_features % _MULTIPLE or child.out_features % _MULTIPLE):

@@ -58,7 +58,7 @@ def _unpin(memory: Tensor) -> None:
 class _Lent:
     """The memory that a module lends, with its only copy on the host: page-locked, kept for the next block."""
 
-    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     slab: Slab = field(default_factory=lambda: Slab(0, pin=False))
     hooks: list[RemovableHandle] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class _Lent:
         if not runtime.queues(device):
             return [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         places = starts(sizes)
-        if self.kept or self.slab.memory.numel() < places[-1]:
+        if self.copies or self.slab.memory.numel() < places[-1]:
             self.slab = Slab(0, pin=False)  # the smaller one goes first
             self.slab = Slab(places[-1], pin=True)
         return [self.slab.memory[start : start + size] for start, size in zip(places, sizes)]
@@ -101,7 +101,7 @@ def on_the_host(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
             values.copy_(lending, non_blocking=True)
         _wait_for(device)
         for lending, values in copies:
-            lent.kept.append((lending, values))
+            lent.copies.append((lending, values))
             lending.untyped_storage().resize_(0)
         del copies
         if runtime.queues(device):
@@ -109,7 +109,7 @@ def on_the_host(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
         yield
     finally:
         reads.away = _AGAIN
-        _take_back(lent.kept)
+        _take_back(lent.copies)
         _wait_for(device)
         while lent.hooks:
             lent.hooks.pop().remove()
@@ -134,17 +134,17 @@ def _refusing(module: nn.Module) -> list[RemovableHandle]:
     return hooks
 
 
-def _take_back(kept: list[tuple[Tensor, Tensor]]) -> None:
+def _take_back(copies: list[tuple[Tensor, Tensor]]) -> None:
     """Give each storage its memory and bytes again, and let go of the host's copy when it has them."""
     try:
-        while kept:
-            lent, values = kept[-1]
+        while copies:
+            lent, values = copies[-1]
             lent.untyped_storage().resize_(values.numel())
             lent.copy_(values, non_blocking=True)
-            kept.pop()
+            copies.pop()
     except RuntimeError as error:
         raise MeshparError(
-            f"par.offloaded() cannot take its memory back, and {sum(values.numel() for _, values in kept):,} bytes "
+            f"par.offloaded() cannot take its memory back, and {sum(values.numel() for _, values in copies):,} bytes "
             f"stay in host memory ({error}); free the device's memory, then run `with par.offloaded(): pass`, which "
             "tries again"
         ) from error

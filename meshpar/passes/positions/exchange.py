@@ -30,7 +30,7 @@ def runs(length: int, size: int, rank: int, *, balance: bool) -> list[range]:
     """Return one rank's positions as runs of consecutive ones, a piece of the head and its mirror image if balanced."""
     if balance and length % (2 * size) == 0:
         piece = length // (2 * size)
-        return [range(place * piece, (place + 1) * piece) for place in (rank, 2 * size - 1 - rank)]
+        return [range(number * piece, (number + 1) * piece) for number in (rank, 2 * size - 1 - rank)]
     part = length // size
     return [range(rank * part, (rank + 1) * part)]
 

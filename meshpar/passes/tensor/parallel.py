@@ -83,8 +83,8 @@ class TensorParallel(Pass):
         alike: dict[str, list[str]] = {}
         for problem in self._every_problem(module, layout, mesh.axes["tp"]):
             alike.setdefault(re.sub(r"(?<=\.)\d+(?=[.'])", "*", problem), []).append(problem)
-        for first, *others in alike.values():
-            yield first + (f" (and {len(others)} more like it)" if others else "")
+        for first, *more in alike.values():
+            yield first + (f" (and {len(more)} more like it)" if more else "")
 
     def _every_problem(self, module: nn.Module, layout: ModelLayout, size: int) -> Iterator[str]:
         if layout.tensor.refusal:

@@ -119,7 +119,7 @@ class Region(Style):
                     f"{got}; give 'region' to the modules inside whose projections are split"
                 )
             context.arrive(name, hidden)
-            args = tuple(self._enter(name, "", value, place == first, context) for place, value in enumerate(args))
+            args = tuple(self._enter(name, "", value, number == first, context) for number, value in enumerate(args))
             return inner(
                 *args, **{key: self._enter(name, key, value, key == first, context) for key, value in kwargs.items()}
             )
