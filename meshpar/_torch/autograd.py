@@ -1,11 +1,11 @@
-"""Detect a backward that runs, call hooks before every backward, and recompute in a backward.
+"""Call hooks before every backward, and recompute in a backward.
 
 - ``part_here``: before torch 2.13 the gradient of a DTensor's part has no gradient itself.
 - ``check_backwards``, ``check_norms_of``: ``torch.autograd.grad``, ``backward`` and ``torch.nn.utils.clip_grad_norm_``
   have no hook for what they are asked.
 - ``next_node``: autograd's number of its next node, by which units know their own; without a public form.
 - ``StorageWeakRef``: tells whose memory a saved tensor is, and does not keep it; not documented.
-- ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
+- ``at_end_of_backward``: FSDP2 and DDP use the same, with no public form.
 - ``checkpoint``: private, with no public form that keeps parameter names (pytorch/pytorch#87664). Its ``_no_hook`` can
   be entered once; a second backward through one forward enters it once more, so that ours takes its place.
 - ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
@@ -18,7 +18,8 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, ParamSpec, TypeVar, final
+from operator import methodcaller
+from typing import Any, final
 
 import torch
 import torch.utils.checkpoint
@@ -29,14 +30,12 @@ from torch.distributed._composable import checkpoint_activation
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from meshpar._torch import BEFORE_2_13
-from meshpar._torch.calls import Undo, set_attribute, undo_all
+from meshpar._torch.calls import Undo, in_backward, set_attribute, undo_all
 from meshpar._torch.tensors import tree_leaves
 
-__all__ = ["checkpoint", "ignore_profiler_marks", "in_checkpoint", "recompute_again", "set_recomputed", "unseen"]
+__all__ = ["checkpoint", "ignore_profiler_marks", "in_backward", "in_checkpoint", "recompute_again", "set_recomputed"]
 
 
 class _PartHere(torch.autograd.Function):
@@ -53,9 +52,8 @@ class _PartHere(torch.autograd.Function):
         return DTensor.from_local(grad.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def part_here(whole: DTensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, as autograd knows it."""
-    return _PartHere.apply(whole) if BEFORE_2_13 else whole.to_local()  # type: ignore[no-any-return]
+part_here: Callable[[Any], Any] = _PartHere.apply if BEFORE_2_13 else methodcaller("to_local")
+"""Returns this rank's part of a DTensor, as autograd knows it."""
 
 
 def accumulates(parameter: torch.Tensor) -> bool:
@@ -77,9 +75,8 @@ def check_norms_of(check: Callable[[list[Any]], None]) -> Undo:
     return _check_tensors(torch.nn.utils.clip_grad, "_get_total_norm", {"tensors": check})
 
 
-def next_node() -> int:
-    """Return the number of the node that autograd makes next in this thread; nodes are numbered as they are made."""
-    return torch.autograd._get_sequence_nr()
+next_node: Callable[[], int] = torch.autograd._get_sequence_nr
+"""Returns the number of the node that autograd makes next in this thread; nodes are numbered as they are made."""
 
 
 def _check_tensors(
@@ -108,19 +105,10 @@ def _check_tensors(
     return set_attribute(owner, name, functools.wraps(inner)(checked))
 
 
-def in_backward() -> bool:
-    """Return whether autograd runs a backward in this thread; a forward that runs there is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def at_end_of_backward(run: Callable[[], None]) -> None:
     """Run something when the backward that runs now is through; after what was asked for earlier."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(run)
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def ignore_profiler_marks() -> Undo:
@@ -150,19 +138,6 @@ class _WithoutHook:
 def recompute_again() -> Undo:
     """Let a module under :func:`checkpoint` be recomputed in each of several backwards through one forward."""
     return set_attribute(checkpoint_activation, "_no_hook", _WithoutHook)
-
-
-def unseen(inner: Callable[P, R]) -> Callable[P, R]:
-    """Let selective recomputation, which requires the same operators each time, not see what a function computes."""
-
-    @functools.wraps(inner)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode):
-            with _pop_mode_temporarily():
-                return inner(*args, **kwargs)
-        return inner(*args, **kwargs)
-
-    return run
 
 
 def set_recomputed(module: nn.Module, recomputed: bool) -> None:

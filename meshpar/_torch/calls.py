@@ -8,7 +8,8 @@ Such a change lasts as long as a parallel module that needs it.
 - ``check_functional_calls``: looked up by ``torch.func.functional_call``, also by those who imported that by name.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``uncompiled``: what ``nn.Module.compile`` keeps, and nothing takes away.
-- ``without_modes``: selective recomputation must not record a try inside of a forward; without a public form.
+- ``in_backward``: whether a backward calls; FSDP2 and DDP read the same, with no public form.
+- ``unseen``, ``without_modes``: what selective recomputation must not record; without a public form.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.nn.utils import stateless
 from torch.utils import _python_dispatch
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 Undo = Callable[[], bool]
 """Undoes a change; returns False where it cannot be undone now. The garbage collector may call it anywhere."""
@@ -132,6 +134,25 @@ def enter_by(module: Any, call: Callable[..., Any]) -> None:
         return call(*args, **kwargs)
 
     module._call_impl = MethodType(_skip(entered, _FrameAction.DEFAULT), module)
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward in this thread; a forward that runs there is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def unseen(inner: Callable[P, R]) -> Callable[P, R]:
+    """Let selective recomputation, which requires the same operators each time, not see what a function computes."""
+
+    @functools.wraps(inner)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        mode = _python_dispatch._get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
+        if isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode):
+            with _python_dispatch._pop_mode_temporarily():
+                return inner(*args, **kwargs)
+        return inner(*args, **kwargs)
+
+    return run
 
 
 @contextmanager

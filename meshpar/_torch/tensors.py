@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "BatchNorm", "Dropout", "call_hooks", "foreach_add_", "foreach_copy_", "foreach_lerp_", "foreach_mul_",
-    "foreach_norm", "gradient_hooks", "held_part", "memory_of", "persistent_buffers", "tensor_leaves", "tree_leaves",
-    "tree_map", "tree_map_only",
+    "foreach_norm", "gradient_hooks", "held_part", "memory_of", "persistent_buffers", "tensor_leaves",
+    "tree_leaves", "tree_map", "tree_map_only",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -134,23 +134,21 @@ class Ranks:
 
     NUMBERS = 2
 
-    def __init__(
-        self, model: str, number: int, own: dist.ProcessGroup | None = None, stage: dist.ProcessGroup | None = None
-    ) -> None:
-        self._model, self.own, self._stage = f"{number} {model}", own, stage
+    def __init__(self, model: str, hosts: dist.ProcessGroup, own: dist.ProcessGroup | None = None) -> None:
+        self._model, self._hosts, self._own = model, hosts, own
         self._history = 0
 
     @classmethod
     def of(cls, module: nn.Module, stages: Sequence[Sequence[int]] = ()) -> Ranks:
         """Return the exchanges of the last module with a plan; ``stages``: the ranks of each. Collective."""
-        number = models_made() - 1
-        own = stage = None
+        number, model_group = models_made() - 1, None
         if stages:
             groups = [own_group(number, tuple(ranks)) for ranks in stages]
-            stage = next(group for group, ranks in zip(groups, stages, strict=True) if dist.get_rank() in ranks)
-        elif number > 0 and dist.get_world_size() > 1:
-            own = own_group(number)
-        return cls(class_name(module), number, own, stage)
+            hosts = next(group for group, ranks in zip(groups, stages, strict=True) if dist.get_rank() in ranks)
+        else:
+            hosts = runtime.hosts()
+            model_group = own_group(number) if number > 0 and dist.get_world_size() > 1 else None
+        return cls(f"{number} {class_name(module)}", hosts, model_group)
 
     def counted(self, number: int) -> int:
         """Take a number into the digest of all that this rank has counted, and return the digest."""
@@ -160,10 +158,8 @@ class Ranks:
     @property
     def hosts(self) -> dist.ProcessGroup:
         """The group of the exchanges: the stage's, in the main thread all models', in another one this model's own."""
-        if self._stage is not None:
-            return self._stage
-        here = threading.current_thread() is threading.main_thread()
-        return runtime.hosts() if here or self.own is None else self.own
+        apart = threading.current_thread() is not threading.main_thread()
+        return self._own if apart and self._own is not None else self._hosts
 
     def _all_places(self, place: str) -> str:
         """Return where this rank is, and the others that are elsewhere, each with the line of the user's code."""
@@ -177,26 +173,33 @@ class Ranks:
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Check that all ranks are at one place; return of each number whether all have the same. Collective."""
-        if self.hosts.size() == 1:
+        hosts = self.hosts
+        if hosts.size() == 1:
             return [True] * len(numbers)
         tag = zlib.crc32(f"{self._model} {place}".encode())
         numbers_here = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))], device="cpu")
         try:
-            here, *agree = same(numbers_here, [self.hosts])
+            here, *agree = same(numbers_here, [hosts])
         except RuntimeError as error:
-            raise MeshparError(
-                f"this rank is at {place} ({line_of_user()}), and the other ranks did not come there in time; call the "
-                "module equally often on every rank, in training and in evaluation. The wait ended with: "
-                f"{first_line(error)}"
-            ) from error
+            self._refuse_wait(place, error)
         if not here:  # on every rank alike, so that they can say more
-            raise MeshparError(
-                f"ranks are at different places of their loops: {self._all_places(place)}. Run the same calls in the "
-                "same order on every rank: as many batches, steps and sums, also in evaluation. Call every block on "
-                "every rank, because data ranks gather and reduce a block together, or make a skipped part one block "
-                "with its neighbours (blocks=...)"
-            )
+            self._refuse_place(place)
         return agree[: len(numbers)]
+
+    def _refuse_wait(self, place: str, error: Exception) -> NoReturn:
+        raise MeshparError(
+            f"this rank is at {place} ({line_of_user()}), and the other ranks did not come there in time; call the "
+            "module equally often on every rank, in training and in evaluation. The wait ended with: "
+            f"{first_line(error)}"
+        ) from error
+
+    def _refuse_place(self, place: str) -> NoReturn:
+        raise MeshparError(
+            f"ranks are at different places of their loops: {self._all_places(place)}. Run the same calls in the "
+            "same order on every rank: as many batches, steps and sums, also in evaluation. Call every block on "
+            "every rank, because data ranks gather and reduce a block together, or make a skipped part one block "
+            "with its neighbours (blocks=...)"
+        )
 
 
 @final

@@ -54,7 +54,7 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
         moments += [*first, *of_packages, *last, *([] if trials is None else [trials])]
         data_pass, splits = resolved.data_pass, resolved.divided(Role.FEATURES)
         unit_pass, features = None if data_pass is None else data_pass.name, facts.find(Context) if splits else None
-        explain = Explanation(module, title, features=features, unit_pass=unit_pass).told
+        explain = Explanation(module, title, features=features, unit_pass=unit_pass).explained
     standing = (runtime.standing_in(moment) for moment in moments)
     present = tuple(moment for moment in standing if moment is not None)
     run = Run(guarded, present, explain=explain, first_runs=trials)

@@ -165,11 +165,11 @@ class UnfinishedSteps(Guard):
         self._left = left
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (self._left.pending or self._left.cut_short):
             self._refuse()
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
-        if trains:
+        if trains and (self._left.pending or self._left.cut_short):
             self._refuse()
 
     def _refuse(self) -> None:
@@ -179,7 +179,7 @@ class UnfinishedSteps(Guard):
                 "an error ended a backward, so the gradients are incomplete; call optimizer.zero_grad() after such an "
                 "error"
             )
-        if self._left.any:
+        if self._left.pending:
             raise MeshparError(
                 "par.accumulate was left before its last micro-batch, so that the gradients of this step were never "
                 "reduced; call optimizer.zero_grad() after leaving it, or run all micro-batches"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, final
 
 from torch import nn
@@ -106,6 +106,7 @@ _SHARE: _Cause = (
 )
 """For an error of torch's own that no other cause fits. A :class:`ParallelError` is a RuntimeError, too."""
 
+_OF_CODE = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
 _NEVER_AT_FAULT = tuple(
     f"{room}." for room in ("torch", "meshpar.passes", "meshpar.step", "meshpar.tensors", "meshpar.exchange")
 )
@@ -122,17 +123,12 @@ class Explanation:
         shares = (_OUTSIDE_BLOCK,) if features is None else (_TRANSFORMS, _OUTSIDE, _SHAPES)
         self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _ASSIGNED, _INFERENCE, _GONE)
 
-    def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return ``run(*args, **kwargs)``, or raise a ParallelError whose traceback names the inner module."""
-        try:
-            return run(*args, **kwargs)
-        except MeshparError:
-            raise
-        except (RuntimeError, ValueError, AssertionError, IndexError, TypeError) as error:
-            message = self._message(error)
-            if message is None:
-                raise
-            raise ParallelError(message) from error
+    def explained(self, error: Exception) -> Exception:
+        """Return a ParallelError that names the inner module, or ``error`` itself where its cause is not known."""
+        if isinstance(error, MeshparError) or not isinstance(error, _OF_CODE):
+            return error
+        message = self._message(error)
+        return error if message is None else ParallelError(message)
 
     def _message(self, error: Exception) -> str | None:
         text = str(error)

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshpar._torch.autograd import in_backward
-from meshpar._torch.calls import eager
 from meshpar._torch.tensors import BatchNorm
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.patterns import class_name
@@ -188,17 +187,13 @@ class WrittenInForward(Guard):
 
     def __init__(self, guarded: Guarded) -> None:
         self._units, self._whole = guarded.units, guarded.facts.find(WholeParameters)
-        self._before: dict[str, tuple[int, int]] = {}
+        self._before: dict[str, Any] = {}
         recomputed = guarded.facts.find(Recomputed)
         children = [child for block in (recomputed.blocks if recomputed else ()) for child in block.modules()]
         # batch norm knows when it is recomputed
         self._recomputed = [child for child in children if child._buffers and not isinstance(child, BatchNorm)]
         self._buffers: list[tuple[nn.Module, str, Tensor, int]] = []
-        self._names, self._looks = {unit: name for name, unit in guarded.module.named_modules()}, Looks()
-        for unit in self._units.modules:
-            # FSDP2's own hook came before; its hook after a forward comes next
-            unit.register_forward_pre_hook(self._gathered)
-            unit.register_forward_hook(self._before_freed, prepend=True)
+        self._looks = Looks()
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._before = self._now()
@@ -221,14 +216,12 @@ class WrittenInForward(Guard):
                     "leave such blocks out: ActivationCheckpoint(blocks=...)"
                 )
 
-    def _now(self) -> dict[str, tuple[int, int]]:
+    def _now(self) -> dict[str, Any]:
         return {} if self._whole is None else self._whole.versions()
 
-    @eager
-    def _gathered(self, unit: nn.Module, args: object) -> None:
+    def unit_gathered(self, name: str, unit: nn.Module) -> None:
         self._units.writes.keep_gathered(unit)
 
-    @eager
-    def _before_freed(self, unit: nn.Module, args: object, output: object) -> None:
-        if name := self._units.writes.written_in_forward(unit, look=self._looks.first(self._names[unit])):
-            refuse_written(name)
+    def after_unit(self, name: str, unit: nn.Module) -> None:
+        if written := self._units.writes.written_in_forward(unit, look=self._looks.first(name)):
+            refuse_written(written)

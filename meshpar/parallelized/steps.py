@@ -222,7 +222,8 @@ class TrainingSteps(ModuleOnMesh):
             if lost := [one for one in modules if not any(matches(one, place) for place in places.values())]:
                 raise MeshparError(unmatched(f"module {lost[0]!r}", lost[0], self.module))
         row = {name: number for number, name in enumerate(["", *dict.fromkeys(places.values())])}
-        own_row = {id(one): row[places[name]] for name, one in self.module.named_parameters() if name in places}
+        named = self.module.named_parameters() if places else ()
+        own_row = {id(one): row[places[name]] for name, one in named if name in places}
         groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
         norms = clip_grad_norms_(
             self.module.parameters(), groups, max_norm, norm_type, self.device, self.run.find(Layers), own_row, len(row)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from meshpar._torch.autograd import unseen
+from meshpar._torch.calls import unseen
 from meshpar.core import runtime
 
 T = TypeVar("T")

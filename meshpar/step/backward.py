@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
+from operator import methodcaller
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from meshpar._torch.autograd import Node, at_end_of_backward, in_backward, next_node
-from meshpar._torch.units import UnitRun, Units
+from meshpar._torch.unit_backwards import UnitBackwards, UnitRun
+from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
 from meshpar.step.gradients import average_outside
-from meshpar.step.moment import Forward, HandsOn, Moment
+from meshpar.step.moment import Forward, HandsOn, Listeners, Moment
 from meshpar.tensors.digests import leaves
 
 
@@ -29,15 +30,15 @@ class Backward:
         module: nn.Module,
         units: Units,
         same_axes: Collection[str],
-        moments: Callable[[], Sequence[Moment]],
+        listeners: Listeners,
         hands_on: HandsOn | None,
     ) -> None:
-        self._module, self._units, self._moments, self._hands_on = module, units, moments, hands_on
+        self._module, self._units, self._at, self._hands_on = module, units, listeners.at, hands_on
         self._same_axes = frozenset(same_axes)
         self._runs = self._reached_output = False
         self.reducing = True
         self.entrances = Entrances(self._enter)
-        units.backwards.watch(self.expect_end)
+        units.backwards.watch(self._reduces_unit)
 
     def mark(self) -> None:
         """Mark the shards, and average gradients that reach them from outside of a call, as by ``full_tensor()``."""
@@ -52,8 +53,8 @@ class Backward:
         """Notice the backwards that come to the output of a call, or to what it has handed on."""
         output = output if self._hands_on is None else self._hands_on.handed_on(output)
         forward = Forward()
-        for moment in self._moments():
-            moment.wants_gradients(forward)
+        for note in self._at[Moment.wants_gradients]:
+            note(forward)
         begin = functools.partial(self._begin, forward)
         for tensor in trained_outputs(output):
             tensor.register_hook(begin)
@@ -63,15 +64,15 @@ class Backward:
         if in_backward():
             return
         if self._units.modules:
-            self._units.backwards.expect(self.entrances.look(roots))
+            self.entrances.look(roots, self._units.backwards)
         reaches = functools.cache(functools.partial(self.entrances.reached, roots))
-        for moment in self._moments():
-            moment.before_backward(roots, reaches=reaches)
+        for look in self._at[Moment.before_backward]:
+            look(roots, reaches=reaches)
 
     def _begin(self, forward: Forward, grad: Tensor) -> None:
         """Look at a backward that reaches an output of the module, and see that its end is noticed."""
-        for moment in self._moments():
-            moment.begin_backward(forward)
+        for look in self._at[Moment.begin_backward]:
+            look(forward)
         if not self._reached_output:
             self._reached_output = True
             self._units.show()
@@ -79,11 +80,15 @@ class Backward:
 
     def _enter(self, unit: nn.Module) -> None:
         """Gather a unit for a backward that comes into it by a loss that a block keeps, not by its outputs."""
-        for moment in self._moments():
-            moment.begin_backward(None)
+        for look in self._at[Moment.begin_backward]:
+            look(None)
         self.expect_end()
         self._units.backwards.enter(unit)
         self._units.show(unit)
+
+    def _reduces_unit(self, group: object) -> None:
+        self.expect_end()
+        self._units.writes.look(group)
 
     def expect_end(self) -> None:
         """Run :meth:`_end` when the backward that runs now ends."""
@@ -98,29 +103,29 @@ class Backward:
             return
         self._close()
         self._units.unwind()
-        for moment in self._moments():
-            moment.after_failed_backward()
+        for note in self._at[Moment.after_failed_backward]:
+            note()
 
     def _close(self) -> None:
         self._runs = self._reached_output = False
-        for moment in self._moments():
-            moment.close_backward()
+        for close in self._at[Moment.close_backward]:
+            close()
 
     def _end(self) -> None:
         self._close()
         reduces = not self._units.modules or (self.reducing and self._units.reduces())
-        for moment in self._moments():
-            moment.end_backward(reduces=reduces)
+        for end in self._at[Moment.end_backward]:
+            end(reduces=reduces)
         if not reduces:
             return
         unused = self._units.backwards.take_unused()
-        for moment in self._moments():
-            unused += moment.reduce()
+        for reduce in self._at[Moment.reduce]:
+            unused += reduce()
         if any(parameter.grad is not None for parameter in self._module.parameters()):
-            for moment in self._moments():
-                moment.gradients(unused)
-        for moment in self._moments():
-            moment.after_backward()
+            for look in self._at[Moment.gradients]:
+                look(unused)
+        for act in self._at[Moment.after_backward]:
+            act()
 
 
 def trained_outputs(output: object) -> list[Tensor]:
@@ -132,6 +137,7 @@ STALE = (
     "weights changed between a forward and its backward (by an optimizer's step), and the backward would "
     "use the new weights; run the backward before the change, or the forward again after it"
 )
+_NUMBER_OF = methodcaller("_sequence_nr")
 _MOST = 1 << 17
 """Beginnings and ends of units that are remembered at most; forwards that no optimizer step follows would pile up."""
 
@@ -154,35 +160,41 @@ class Entrances:
     def begin(self) -> None:
         """Begin a forward of the outermost module."""
         self._open.clear()
-
-    def opens(self, unit: nn.Module) -> None:
-        """Remember that the nodes from here on are ``unit``'s own."""
-        run = UnitRun(unit, self._open[-1] if self._open else None, next_node())
-        (self._outermost if run.around is None else run.around.inside).append(run)
-        self._open.append(run)
-        self._mark(run)
-
-    def closes(self, unit: nn.Module, output: object) -> None:
-        """Remember that ``unit`` returns ``output``."""
-        if not self._open or self._open[-1].unit is not unit:
-            return  # an error came before its own forward
-        self._open.pop().last = next_node()
-        self._mark(self._open[-1] if self._open else None)
-        self._exits.update(node._sequence_nr() for node in _nodes(leaves(output, objects=True)))
-
-    def _mark(self, owner: UnitRun | None) -> None:
         if self._thread != threading.get_ident():  # each thread numbers its own nodes
             self._thread, self._stepped = threading.get_ident(), 0
             for numbered in (self._numbers, self._owners, self._outermost, self._exits, self._hooked):
                 numbered.clear()
-        number = next_node()
-        if self._numbers and self._numbers[-1] == number:  # no node came between
-            self._owners[-1] = owner
-            return
-        self._numbers.append(number)
-        self._owners.append(owner)
         if len(self._numbers) > _MOST:
             self._forget(self._numbers[_MOST // 2])
+
+    def opens(self, unit: nn.Module) -> None:
+        """Remember that the nodes from here on are ``unit``'s own."""
+        around = self._open[-1] if self._open else None
+        run = UnitRun(unit, around, next_node())
+        runs = self._outermost if around is None else around.inside
+        runs += (run,)
+        self._open += (run,)
+        self._mark(run.first, run)
+
+    def closes(self, unit: nn.Module, output: Any) -> None:
+        """Remember that ``unit`` returns ``output``."""
+        if not self._open or self._open[-1].unit is not unit:
+            return  # an error came before its own forward
+        run = self._open.pop()
+        run.last = next_node()
+        self._mark(run.last, self._open[-1] if self._open else None)
+        if type(output) is Tensor:
+            if (node := output.grad_fn) is not None:
+                self._exits.add(node._sequence_nr())
+        else:
+            self._exits.update(node._sequence_nr() for node in _nodes(leaves(output, objects=True)))
+
+    def _mark(self, number: int, owner: UnitRun | None) -> None:
+        if self._numbers and self._numbers[-1] == number:  # no node came between
+            self._owners[-1] = owner
+        else:
+            self._numbers += (number,)
+            self._owners += (owner,)
 
     def step(self) -> None:
         """Forget the forwards before the optimizer step before this one."""
@@ -198,40 +210,45 @@ class Entrances:
         self._exits = {exit_number for exit_number in self._exits if exit_number >= number}
         self._hooked = {exit_number for exit_number in self._hooked if exit_number >= number}
 
-    def look(self, roots: Iterable[object]) -> list[UnitRun]:
-        """Look through the graph of a backward from ``roots``; return the outermost runs that it reaches."""
+    def look(self, roots: Iterable[object], backwards: UnitBackwards) -> None:
+        """Look through the graph of a backward from ``roots``; ``backwards`` expect the outermost runs it reaches."""
         if not self._known():
-            return []
-        # A node's owner is mostly that of the node before it: only others are looked up.
-        numbers, owners, exits = [-1, *self._numbers, math.inf], [None, *self._owners], self._exits
-        seen: set[Any] = set()
+            backwards.expect([], skips=False)
+            return
+        seen: dict[Any, Any] = dict.fromkeys(_nodes(roots))
+        nodes, inputs = list(seen), list[Any]()
+        first = [(node, 0) for node in nodes]
+        for node in nodes:
+            edges = node.next_functions
+            inputs += (edges,)
+            for inner, _ in edges:
+                if inner is not None and inner not in seen:
+                    seen[inner] = None
+                    nodes += (inner,)
+        numbers = list(map(_NUMBER_OF, nodes))
+        owners = [None, *self._owners]
+        owned = [owners[index] for index in map(partial(bisect_right, self._numbers), numbers)]
+        owner_of = dict(zip(nodes, zip(owned, numbers)))
         reached: set[UnitRun] = set()
-        waiting: list[tuple[int, Sequence[tuple[Any, int]]]] = [(0, [(node, 0) for node in _nodes(roots)])]
-        for here, edges in waiting:
+        for here, edges in zip((None, *owned), (first, *inputs)):
             for node, _ in edges:
-                if node is None:
-                    continue
-                number = node._sequence_nr()
-                index = here if numbers[here] <= number < numbers[here + 1] else bisect_right(numbers, number) - 1
-                owner = owners[index]
-                if owner is not None and owner is not owners[here]:
+                owner, number = owner_of[node] if node is not None else (None, 0)
+                if owner is not None and owner is not here:
                     reached.add(owner)
-                    if number not in exits and number not in self._hooked:
+                    if number not in self._exits and number not in self._hooked:
                         self._hook(node, number, owner.unit)
-                if node not in seen and (inputs := node.next_functions):
-                    seen.add(node)
-                    waiting.append((index, inputs))
         for run in list(reached):
             around = run.around
-            while around is not None:
+            while around is not None and around not in reached:
                 reached.add(around)
                 around = around.around
-        outermost = [run for run in self._outermost if run in reached]
+        outermost, skips = [run for run in self._outermost if run in reached], False
         for outer in outermost:
             for run in outer.in_backward():
                 # Before its forward has made a node, a run needs no gradients on any rank.
                 run.reached, run.done = run in reached, run.last <= outer.first
-        return outermost
+                skips |= not run.reached and not run.done
+        backwards.expect(outermost, skips=skips)
 
     def reached(self, roots: Iterable[object]) -> bool:
         """Return whether a backward from ``roots``, tensors or nodes, reaches a forward of the module."""

@@ -7,7 +7,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from meshpar._torch.autograd import in_backward
 from meshpar._torch.calls import Undo, eager
 from meshpar.core.errors import MeshparError
+from meshpar.process.waiting import reads_of
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 """Names of methods that models publish beside ``forward`` and that enter as it does."""
@@ -49,8 +50,8 @@ def compiled_form(module: nn.Module) -> nn.Module:
     return module if form is None else form
 
 
-Explain = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
-"""Returns ``run(*args, **kwargs)``, and raises another error in the place of one whose cause is known."""
+Explain = Callable[[Exception], Exception]
+"""Returns the error to raise in the place of one that is handled: itself where its cause is not known."""
 
 
 @final
@@ -59,7 +60,11 @@ class Calls:
 
     def __init__(self, module: nn.Module, explain: Explain | None) -> None:
         self._module, self._explain = module, explain
-        self.depth = 0
+        self.depth, self.reads = 0, reads_of(module)
+        # once all parameters have values
+        self.allowed = False
+        # of units that a method of the module's own calls in inference mode, which they leave
+        self.outside: dict[nn.Module, ExitStack] = {}
         self._method: Callable[..., Any] | None = None
         self._explained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -116,7 +121,13 @@ class Calls:
 
     def explained(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return ``run(*args, **kwargs)``; errors are explained in the user's terms where the guards are on."""
-        return run(*args, **kwargs) if self._explain is None else self._explain(run, args, kwargs)
+        try:
+            return run(*args, **kwargs)
+        except Exception as error:
+            explained = error if self._explain is None else self._explain(error)
+            if explained is error:
+                raise
+            raise explained from error
 
     def explain_parts(self, parts: Iterable[nn.Module]) -> None:
         """Explain errors of parts that are called from outside of the module, like those of the module's own calls."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshpar._torch.autograd import in_backward
 from meshpar._torch.calls import assert_async
@@ -18,7 +18,6 @@ from meshpar.core.errors import MeshparError
 from meshpar.step.backward import Backward
 from meshpar.step.calls import Calls
 from meshpar.step.moment import Guarded, Moment
-from meshpar.tensors.digests import leaves
 
 _WRITTEN = (
     "a parameter was written through .data between two forwards of an evaluation, which share their gathered weights; "
@@ -59,11 +58,15 @@ class GatheredWeights(Moment):
     """The gathered weights of one module between its forwards; ranks compare whether one wrote a shard meanwhile."""
 
     def __init__(
-        self, guarded: Guarded, agree: Callable[[str, Sequence[int]], list[bool]], backward: Backward, calls: Calls
+        self,
+        guarded: Guarded,
+        gathering: Gathering,
+        agree: Callable[[str, Sequence[int]], list[bool]],
+        backward: Backward,
+        calls: Calls,
     ) -> None:
         self._module, self._units, self._agree = guarded.module, guarded.units, agree
         self._backward, self._calls = backward, calls
-        gathering = guarded.facts.find(Gathering) or Gathering(False, None, None)
         self._keeps, self._slices = gathering.keeps and guarded.guards == "always", gathering.slices
         self._goes_on = gathering.goes_on if gathering.once_a_step else None
         # the last forward was an evaluation's, and left weights gathered for the next one
@@ -75,39 +78,28 @@ class GatheredWeights(Moment):
 
     def serve_call(self) -> None:
         """Serve a call of the module, when guards have looked at the parameters, or let go of what is gathered."""
-        # What an earlier forward left gathered may be older than the last step: any code may have changed the shards.
         if not self._serves():
             self._units.reshard()
-        self._begin()
+        self.begin()
 
-    def serve_unit(self) -> None:
-        """Serve a call of a unit from outside of a call of the module."""
-        if not self._calls.depth and not in_backward():
-            make_ready(self._module)
-            self._units.reshard()
-            self._backward.entrances.begin()
-            self._begin()
-
-    def end_call(self, output: object) -> None:
-        """Keep or let go of what a call has gathered."""
+    def keep(self) -> bool:
+        """Remember the shards that a call has gathered; return whether its weights stay for the next evaluation."""
         if torch.is_grad_enabled():
             if self._goes_on is not None:
                 self._units.writes.keep_shards()
-            return
+            return True
         if self._slices is not None:
             # an evaluation's weights may be swapped back before the backward of an earlier forward
             self._slices.changed()
-        if self._evaluates:
+        self._kept = self._evaluates
+        if self._kept:
             self._units.writes.keep_shards()
-            self._kept = True
-        else:
-            self._units.release(leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor))
+        return self._kept
 
-    def end_failed_call(self) -> None:
-        """Free gathered weights after a failed evaluation; other ranks may keep theirs, and learn of it in the next."""
+    def after_error(self) -> None:
+        """Note a failed evaluation, whose weights are freed; other ranks may keep theirs, and ask in the next."""
         if not torch.is_grad_enabled():
             self._kept = self._evaluates
-            self._units.leave()
 
     def before_backward(self, roots: object, *, reaches: object) -> None:
         if self._kept:  # since an evaluation, whose weights may have been swapped back
@@ -136,7 +128,7 @@ class GatheredWeights(Moment):
             assert_async(same, _WRITTEN)
         return True
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Start to gather over replicas before a forward that does not share what an earlier one gathered."""
         if self._slices is None:
             return

@@ -67,17 +67,12 @@ class _Outside(torch.autograd.Function):
 
 @final
 class LeftGradients(Moment):
-    """Remember gradients of a step that was left, or of a backward that failed (``cut_short``), until cleared."""
+    """Remember gradients of a step that was left (``pending``) or a failed backward (``cut_short``), until cleared."""
 
     def __init__(self, module: nn.Module, units: Units) -> None:
         self._module, self._units = module, units
-        self._left: list[tuple[Tensor, Tensor, int]] = []
+        self.pending: list[tuple[Tensor, Tensor, int]] = []
         self.cut_short = False
-
-    @property
-    def any(self) -> bool:
-        """Gradients are left that nobody has cleared."""
-        return bool(self._left)
 
     def leave_step(self, *, by_error: bool) -> None:
         if self._units.modules or by_error:
@@ -91,7 +86,7 @@ class LeftGradients(Moment):
             if parameter.requires_grad:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = grad
-                self._left.append((parameter, grad, grad._version))
+                self.pending.append((parameter, grad, grad._version))
         self.cut_short = self.cut_short or by_error
 
     def before_backward(self, roots: object, *, reaches: object) -> None:
@@ -99,16 +94,16 @@ class LeftGradients(Moment):
 
     def forget_cleared(self) -> None:
         """Forget the gradients that somebody has cleared."""
-        if self._left and not any(
-            parameter.grad is grad and grad._version == version for parameter, grad, version in self._left
+        if self.pending and not any(
+            parameter.grad is grad and grad._version == version for parameter, grad, version in self.pending
         ):
             self._units.drop_unreduced_gradients()
-            self._left.clear()
+            self.pending.clear()
         if self.cut_short:
             grads = (
                 local_tensor(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None
             )
-            self.cut_short = bool(self._left) or any(bool(grad.count_nonzero()) for grad in grads)
+            self.cut_short = bool(self.pending) or any(bool(grad.count_nonzero()) for grad in grads)
 
 
 @final

@@ -59,6 +59,12 @@ class Moment:
     def before_unit(self, name: str, unit: nn.Module) -> None:
         """Before a forward of a unit of data parallelism, not gathered yet; also where a backward computes it again."""
 
+    def unit_gathered(self, name: str, unit: nn.Module) -> None:
+        """When a unit's weights are gathered, before its own forward."""
+
+    def after_unit(self, name: str, unit: nn.Module) -> None:
+        """After a unit's own forward, before its weights are let go of."""
+
     def wants_gradients(self, forward: Forward) -> None:
         """After a call of the module whose gradients are wanted, when all looked at its output."""
 
@@ -109,6 +115,25 @@ class Moment:
     def simulated(self) -> Moment | None:
         """Return what stands in for this moment where ranks are simulated; None: nothing."""
         return self
+
+
+@final
+class Listeners:
+    """The moments of one module in their order; ``at``: of each event, a method of :class:`Moment`, those that act."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self.moments: Sequence[Moment] = ()
+        self.at: dict[Callable[..., Any], list[Callable[..., Any]]] = {
+            event: [] for name, event in vars(Moment).items() if callable(event) and not name.startswith("_")
+        }
+        self.replace(moments)
+
+    def replace(self, moments: Sequence[Moment]) -> None:
+        """Take other moments; the lists of ``at`` stay the same objects."""
+        self.moments = tuple(moments)
+        for event, methods in self.at.items():
+            bound = [getattr(moment, event.__name__) for moment in moments]
+            methods[:] = [method for method in bound if getattr(method, "__func__", None) is not event]
 
 
 class Guard(Moment):

@@ -17,17 +17,18 @@ from torch.optim import Optimizer
 
 from meshpar._torch.autograd import check_backwards, in_backward
 from meshpar._torch.calls import eager, enter_by, while_lives
-from meshpar._torch.fsdp import gather_before_backward, is_shard
+from meshpar._torch.fsdp import make_ready
 from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
+from meshpar._torch.units import is_shard
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.registry import layout_for
-from meshpar.process.waiting import reads_of
 from meshpar.step.backward import Backward, trained_outputs
 from meshpar.step.calls import Calls, Explain
-from meshpar.step.gathered_weights import GatheredWeights
-from meshpar.step.moment import Guarded, HandsOn, Moment
+from meshpar.step.gathered_weights import GatheredWeights, Gathering
+from meshpar.step.moment import Guarded, HandsOn, Listeners, Moment
 from meshpar.tensors.adafactor import adafactor_by_parts
+from meshpar.tensors.digests import leaves
 from meshpar.tensors.placements import sharded_axes
 
 Fact = TypeVar("Fact")
@@ -38,7 +39,7 @@ class Trials(Protocol):
 
     @property
     def wait(self) -> bool:
-        """A trial waits for the next forward."""
+        """A trial waits for a later forward."""
         ...
 
     @property
@@ -68,13 +69,24 @@ class Run:
         self.calls = Calls(self.module, explain)
         same = self.resolved.same
         hands_on = self.facts.find(HandsOn)
-        self.backward = Backward(self.module, self.units, same, lambda: (self._gathered, *self.moments), hands_on)
-        self._gathered = GatheredWeights(guarded, self.agree, self.backward, self.calls)
-        self.moments: Sequence[Moment] = moments
-        self._ready = False
-        self._outside: dict[nn.Module, ExitStack] = {}
+        self._listeners = Listeners(())
+        self.backward = Backward(self.module, self.units, same, self._listeners, hands_on)
+        gathering = self.facts.find(Gathering)
+        self._gathered: GatheredWeights | None = None
+        if gathering is not None and (gathering.keeps or gathering.slices is not None):
+            self._gathered = GatheredWeights(guarded, gathering, self.agree, self.backward, self.calls)
+        self.moments = moments if self._gathered is None else (self._gathered, *moments)
         if moments:
             self._install(explained=explain is not None)
+
+    @property
+    def moments(self) -> Sequence[Moment]:
+        """What happens around the module's calls, backwards and steps, in order."""
+        return self._listeners.moments
+
+    @moments.setter
+    def moments(self, moments: Sequence[Moment]) -> None:
+        self._listeners.replace(moments)
 
     def find(self, kind: type[Fact]) -> Fact | None:
         """Return the fact of a type that some pass installed, None where none did."""
@@ -82,8 +94,8 @@ class Run:
 
     def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Let ranks come to ``place``; return of each number whether all have the same. Collective."""
-        answers = [moment.agree(place, numbers) for moment in self.moments]
-        return [all(column) for column in zip(*answers, strict=True)]
+        answers = [agree(place, numbers) for agree in self._listeners.at[Moment.agree]]
+        return [all(column) for column in zip([True] * len(numbers), *answers, strict=True)]
 
     def _install(self, *, explained: bool) -> None:
         module: Any = self.module
@@ -96,10 +108,8 @@ class Run:
         if self.units.modules or self.guards != "off":
             checks = _refuse_reduced, _before_every_backward, _after_failures
             while_lives(self, "backwards", functools.partial(check_backwards, *checks))
-        names = {unit: name for name, unit in module.named_modules()}
-        for unit in self.units.modules:
-            unit.register_forward_pre_hook(functools.partial(self._before_unit, names[unit]), prepend=True)
-            unit.register_forward_hook(self._after_unit, always_call=True)
+        looks = self._listeners.at[Moment.unit_gathered], self._listeners.at[Moment.after_unit]
+        self.units.around_forwards(self._before_unit, *looks, self._after_unit)
         self.backward.mark()
 
     # A call of the module
@@ -109,88 +119,103 @@ class Run:
         if self.calls.depth or in_backward():
             return self.calls.explained(inner, args, kwargs)
         self.calls.depth += 1
-        trials = self.first_runs
+        run, trials = self.calls.explained, self.first_runs
         try:
-            gathers = bool(self.units.modules) or (trials is not None and trials.leaves_inference_mode)
-            with _outside_inference_mode() if gathers else nullcontext(), _parts_called():
+            with _as_trained(bool(self.units.modules) or (trials is not None and trials.leaves_inference_mode)):
                 self._before_forward(args, kwargs)
-                run = self.calls.explained
-                if trials is not None and trials.wait:
-                    run = functools.partial(trials.run, run)
-                entrances, output = self.backward.entrances, None
-                if not self.units.modules and torch.is_grad_enabled():
-                    entrances.opens(self.module)
                 try:
-                    output = run(inner, args, kwargs)
+                    output = run(inner, args, kwargs) if trials is None else trials.run(run, inner, args, kwargs)
                 except Exception:
                     self._after_error()
                     raise
-                finally:
-                    if not self.units.modules:
-                        entrances.closes(self.module, output)
                 self._after_forward(output)
                 return output
         finally:
             self.units.hide()  # outside of the door parameters are shards
             self.calls.leave()
+            if trials is not None and not trials.wait:
+                self.first_runs = None
 
     @eager
     def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        reads_of(self.module).check("the module")
+        if self.calls.reads.away:
+            self.calls.reads.check("the module")
         self.backward.unwind()
-        if not self._ready:
-            name = next((name for name, parameter in self.module.named_parameters() if parameter.is_meta), None)
-            if name is not None:
-                raise MeshparError(
-                    f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first "
-                    "forward"
-                )
-            self._ready = True
+        if not self.calls.allowed:
+            self._check_values()
         self.backward.mark()
         self.units.hide()
         self.backward.entrances.begin()
-        for moment in self.moments:
-            moment.before_forward(args, kwargs)
-        self._gathered.serve_call()
+        for look in self._listeners.at[Moment.before_forward]:
+            look(args, kwargs)
+        # What an earlier forward left gathered may be older than the last step: any code may have changed the shards.
+        if self._gathered is None:
+            self.units.reshard()
+        else:
+            self._gathered.serve_call()
+        if not self.units.modules and torch.is_grad_enabled():
+            self.backward.entrances.opens(self.module)
+
+    def _check_values(self) -> None:
+        name = next((name for name, parameter in self.module.named_parameters() if parameter.is_meta), None)
+        if name is not None:
+            raise MeshparError(
+                f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first forward"
+            )
+        self.calls.allowed = True
 
     @eager
     def _after_error(self) -> None:
+        self.backward.entrances.closes(self.module, None)
         for moment in reversed(self.moments):
             with suppress(Exception):  # of ranks that do not come; the error of the call is the one to tell
                 moment.after_error()
-        self._gathered.end_failed_call()
+        if not torch.is_grad_enabled():
+            self.units.leave()
 
     @eager
     def _after_forward(self, output: object) -> None:
-        for moment in reversed(self.moments):
-            moment.after_forward(output)
-        self._gathered.end_call(output)
+        if not self.units.modules:
+            self.backward.entrances.closes(self.module, output)
+        for look in reversed(self._listeners.at[Moment.after_forward]):
+            look(output)
+        keeps = self._gathered is not None and self._gathered.keep()
+        if not keeps and not torch.is_grad_enabled():
+            self.units.release(leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor))
         self.units.hide()
         if torch.is_grad_enabled():
             self.backward.after_forward(output)
 
-    @eager
-    def _before_unit(self, name: str, unit: nn.Module, args: object) -> None:
+    def _before_unit(self, name: str, unit: nn.Module) -> None:
         if torch.is_inference_mode_enabled():  # a method of the module's own may have entered it
-            stack = ExitStack()
-            stack.enter_context(_outside_inference_mode())
-            self._outside[unit] = stack
-        self._gathered.serve_unit()
-        for moment in self.moments:
-            moment.before_unit(name, unit)
+            self.calls.outside[unit] = ExitStack()
+            self.calls.outside[unit].enter_context(_outside_inference_mode())
+        recomputes = in_backward()
+        if not self.calls.depth and not recomputes:
+            self._begin_outside()
+        for look in self._listeners.at[Moment.before_unit]:
+            look(name, unit)
         self.units.show(unit)
-        if torch.is_grad_enabled() and not in_backward():
-            self.units.backwards.run(unit)
+        if not recomputes and torch.is_grad_enabled():
+            self.units.run(unit)
             self.backward.entrances.opens(unit)
+
+    def _begin_outside(self) -> None:
+        """Begin a call of a unit from outside of a call of the module."""
+        make_ready(self.module)
+        self.units.reshard()
+        self.backward.entrances.begin()
+        if self._gathered is not None:
+            self._gathered.begin()
 
     @eager
     def _after_unit(self, unit: nn.Module, args: object, output: object) -> None:
-        if torch.is_grad_enabled() and not isinstance(output, Tensor):
-            gather_before_backward(unit, output, trained_outputs(output))
+        if type(output) is not Tensor and torch.is_grad_enabled():
+            self.units.gather_before_backward(unit, output, trained_outputs(output))
         if not in_backward():
             self.backward.entrances.closes(unit, output)
-        if (stack := self._outside.pop(unit, None)) is not None:
-            stack.close()
+        if unit in self.calls.outside:
+            self.calls.outside.pop(unit).close()
         if unit is not self.module:
             self.units.hide(unit)  # outside of it nobody sees that its weights are used, and they may be freed before
 
@@ -206,8 +231,8 @@ class Run:
             self.backward.unwind()
             if not in_backward():  # whose recomputations read what is registered now
                 self.units.hide()
-        for moment in self.moments:
-            moment.before_step(optimizer, trains=trains)
+        for look in self._listeners.at[Moment.before_step]:
+            look(optimizer, trains=trains)
         if not trains:
             return optimizer
         self.backward.entrances.step()
@@ -305,12 +330,13 @@ def _before_every_step(
 
 
 @contextmanager
-def _parts_called() -> Iterator[None]:
-    """Let torch's attention and encoder layers call their parts in evaluation, not a fused kernel."""
+def _as_trained(gathers: bool) -> Iterator[None]:
+    """Let torch's attention and encoder layers call their parts, not a fused kernel; gather outside inference mode."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with _outside_inference_mode() if gathers and torch.is_inference_mode_enabled() else nullcontext():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
 
@@ -318,8 +344,5 @@ def _parts_called() -> Iterator[None]:
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
     """Run without gradients instead of in inference mode, whose tensors no later backward could use."""
-    with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
+    with torch.inference_mode(False), torch.no_grad():
         yield

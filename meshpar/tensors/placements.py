@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch.dtensor import StridedShard, quiet_gathers
-from meshpar._torch.tensors import foreach_mul_, foreach_norm
+from meshpar._torch.tensors import foreach_mul_, foreach_norm, held_part
 from meshpar.core.errors import MeshparError
 
 _BUCKET = 1 << 22  # elements
@@ -175,7 +175,8 @@ def clip_grad_norms_(
         # A rank may have no gradient where another has: every rank joins the same reductions all the same.
         over = parts.setdefault(axes, [[] for _ in range(count)])
         if grad is not None:
-            (twice if id(parameter) in elsewhere else over[rows.get(id(parameter), 0)]).append(local_tensor(grad))
+            together = twice if elsewhere and id(parameter) in elsewhere else over[rows.get(id(parameter), 0)]
+            together.append(held_part(grad))
     dtypes = {parameter.dtype for parameter in parameters}
     wide = torch.float32 if dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
     powers = {
@@ -225,7 +226,7 @@ def _joined(
 def _placed_gradient(parameter: Tensor) -> Tensor | None:
     """Return the gradient, with partial sums reduced, divided as its parameter is."""
     grad: Any = parameter.grad
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+    if type(grad) is type(parameter) is DTensor and grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
     return parameter.grad
 
@@ -243,7 +244,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return sum |g|^p over ``grads`` (their maximum for p = inf), in float32, or in float64 where a gradient is."""
-    grads = [grad.abs() if grad.is_complex() else grad for grad in grads if grad.numel()]
+    grads = [grad.abs() if grad.dtype.is_complex else grad for grad in grads if 0 not in grad.shape]
     if not grads:
         return torch.zeros((), device=device)
     wide = torch.float64 if torch.float64 in {grad.dtype for grad in grads} else torch.float32
@@ -272,7 +273,6 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
 
 def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
     """Return the tensors by the device on which they are, for the kernels that take many at once."""
-    groups: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device, []).append(tensor)
-    return groups
+    tensors = list(tensors)
+    devices = dict.fromkeys([tensor.device for tensor in tensors])
+    return {device: [tensor for tensor in tensors if tensor.device == device] for device in devices}

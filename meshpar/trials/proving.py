@@ -17,6 +17,7 @@ from meshpar.core.resolved import Resolved
 from meshpar.guards.explain import Explanation
 from meshpar.passes.tensor.collectives import SimulatedGroup, SimulatedRanks
 from meshpar.passes.tensor.context import Context
+from meshpar.step.calls import Calls
 from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed
 from meshpar.trials.engine import NOTHING, Verification, call_with
 from meshpar.trials.split import SplitTest
@@ -53,7 +54,8 @@ def prove(
             try:
                 test = SplitTest(copied, context, resolved.blocks, read_whole, kept=lambda *_: nullcontext())
                 with test.watch(), torch.enable_grad():
-                    Explanation(copied, plan_text, features=context, unit_pass=None).told(call_with, copies[rank], {})
+                    explain = Explanation(copied, plan_text, features=context, unit_pass=None).explained
+                    Calls(copied, explain).explained(call_with, copies[rank], {})
                 return test.run()
             except BaseException:
                 ranks.barrier.abort()

@@ -34,6 +34,7 @@ from meshpar.guards.explain import Explanation
 from meshpar.guards.losses import compare_losses
 from meshpar.passes.data.whole_parameters import WholeParameters
 from meshpar.passes.tensor.context import Context
+from meshpar.step.calls import Calls
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks, whole
 from meshpar.trials.split import SplitTest
@@ -490,7 +491,7 @@ def test_an_error_without_a_message_is_explained():
         raise RuntimeError
 
     with pytest.raises(ParallelError, match="run the model without the plan"):
-        Explanation(Net(), "tp=2", features=features, unit_pass=None).told(fails, (), {})
+        Calls(Net(), Explanation(Net(), "tp=2", features=features, unit_pass=None).explained).explained(fails, (), {})
 
 
 @on_ranks(2)

@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshpar._torch import BEFORE_2_13
-from meshpar._torch.fsdp import is_shard, replicate
+from meshpar._torch.fsdp import replicate
 from meshpar._torch.groups import flattened
 from meshpar._torch.tensors import held_part
+from meshpar._torch.units import is_shard
 from meshpar.core import runtime
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors

@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from meshpar._torch.autograd import part_here
-from meshpar._torch.fsdp import is_shard
 from meshpar._torch.groups import root_of
-from meshpar._torch.tensors import call_hooks, held_part, memory_of
+from meshpar._torch.tensors import call_hooks, held_part
+from meshpar._torch.units import is_shard, versions
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.mesh import sizes_text
 from meshpar.core.patterns import class_name, covers, is_called
@@ -105,15 +105,19 @@ def linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 def local(parameter: Any) -> Any:
     """Return this rank's part of a parameter, as autograd knows it; None stays None."""
-    if parameter is None:
-        return None
+    if isinstance(parameter, DTensor) and not is_shard(parameter):
+        return part_here(parameter)
+    if parameter is not None:
+        _refuse_use(parameter)
+    return None
+
+
+def _refuse_use(parameter: Tensor) -> NoReturn:
     if is_shard(parameter):
         raise ParallelError(
             "a layer is called where its weights are not gathered: outside of its block, or of a call of the module; "
             "call par.module, or let a method of the model's own enter by par.register_method(name)"
         )
-    if isinstance(parameter, DTensor):
-        return part_here(parameter)
     raise ParallelError(
         f"a plain tensor {tuple(parameter.shape)} replaced a layer's part of a parameter, a DTensor; "
         "torch.func.functional_call with whole weights cannot work on a parallel module: load them with "
@@ -206,31 +210,40 @@ def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         tables = [child._parameters for child in inside]
-        whole = [(table, name, value) for table in tables for name, value in table.items() if is_whole(value)]
-        seen: list[tuple[str, Any, int, int]] = []
+        places = [(table, name, value) for table in tables for name, value in table.items() if is_whole(value)]
+        seen: list[_Seen] = []
         try:
-            for owner, name, value in whole:
-                plain: Any = part_here(value)  # type: ignore[arg-type]
-                plain = plain if plain.ndim else link(plain, _view, _join_gradient)
-                owner[name] = plain
-                if not torch.compiler.is_compiling():
-                    seen.append((name, plain, memory_of(plain), plain._version))
+            for table, name, value in places:
+                plain: Any = part_here(value)
+                table[name] = plain if plain.ndim else link(plain, _view, _join_gradient)
+            if not torch.compiler.is_compiling():
+                values = [table[name] for table, name, _ in places]
+                seen = list(zip(places, values, versions(values)))
             output = inner(*args, **kwargs)
-            for (owner, _, _), (name, plain, memory, _) in zip(whole, seen):
-                if memory_of(plain) != memory or owner[name] is not plain:
-                    refuse_written(name)
+            if replaced := _changed(seen, written=False):
+                refuse_written(replaced)
             return output
-        except MeshparError:
-            raise
         except RuntimeError as error:  # autograd's of views
-            if written := [name for name, plain, _, version in seen if plain._version != version]:
-                refuse_written(written[0], error)
+            if not isinstance(error, MeshparError) and (written := _changed(seen, written=True)):
+                refuse_written(written, error)
             raise
         finally:
-            for owner, name, value in whole:
-                owner[name] = value
+            for table, name, value in places:
+                table[name] = value
 
     set_forward(module, forward)
+
+
+_Seen = tuple[tuple[dict[str, Any], str, Any], Any, Any]
+"""A parameter's place in its module, the plain tensor that stands there, and the numbers of its versions."""
+
+
+def _changed(seen: Sequence[_Seen], *, written: bool) -> str | None:
+    """Return the name of a plain tensor that was replaced, or got other memory; ``written``: that was written."""
+    for ((table, name, _), value, before), now in zip(seen, versions([value for _, value, _ in seen])):
+        if before != now if written else before[-1] != now[-1] or table[name] is not value:
+            return name
+    return None
 
 
 def refuse_written(name: str, cause: Exception | None = None) -> NoReturn:
@@ -345,10 +358,10 @@ class WholeParameters(Moment):
 
         return {name: now(name, taken) for name, taken in self._taken.items()}
 
-    def versions(self) -> dict[str, tuple[int, int]]:
+    def versions(self) -> dict[str, Any]:
         """Return by name numbers that change when somebody writes a parameter or gives it other memory."""
-        parts = {name: held_part(parameter) for name, parameter in self._named().items()}
-        return {name: (part._version, memory_of(part)) for name, part in parts.items()}
+        parameters = self._named()
+        return dict(zip(parameters, versions([held_part(parameter) for parameter in parameters.values()])))
 
     @torch.no_grad()
     def reduce(self) -> list[nn.Parameter]:
