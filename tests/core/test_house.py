@@ -49,7 +49,7 @@ FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 PUBLIC = (
     "meshpar", "meshpar.passes", "meshpar.models", "meshpar.checkpoints", "meshpar.training", "meshpar.optim",
     "meshpar.forecasting", "meshpar.testing", "meshpar.launchers", "meshpar.integrations.transformers",
-    "meshpar.integrations.accelerate",
+    "meshpar.integrations.accelerate", "meshpar.integrations.lightning",
 )  # fmt: skip
 """What users import from; public is what `__all__` names there."""
 MEASURED = {
