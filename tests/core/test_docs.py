@@ -19,6 +19,7 @@ API = sorted((ROOT / "docs" / "api").glob("*.md"))
 PUBLIC = [
     "meshpar", "meshpar.passes", "meshpar.models", "meshpar.checkpoints", "meshpar.training", "meshpar.optim",
     "meshpar.forecasting", "meshpar.testing", "meshpar.launchers", "meshpar.integrations.accelerate",
+    "meshpar.integrations.transformers",
 ]  # fmt: skip
 
 
