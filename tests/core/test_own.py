@@ -170,62 +170,43 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
     assert again.exit_code == 0, again.output
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.class=my_partz.Model"], "model.class: there is no module my_partz; put it next to the recipe"),
-        (["model.class=my_parts.Modell"], "model.class: my_parts has no Modell; nearest: Model"),
-        (
-            ["model.class=broken_parts.Model"],
-            "model.class: broken_parts cannot be imported: ZeroDivisionError: division by zero (",
-        ),
-        (["model.class=Model"], "model.class: 'Model' is no import path; expected package.module.Name"),
-        (["model.dimm=3"], "model.dimm: unknown key; nearest: dim"),
-        (["model.dim=wide"], "model.dim: expected an integer, got 'wide'"),
-        (["model.rate=[1]"], "model.rate: expected a number, got [1]"),
-        (["model={class: my_parts.Model}"], "model.dim: missing; expected an integer"),
-        (
-            ["model={class: my_parts.number, dim: 3}"],
-            "model.class: my_parts.number is a function; expected a subclass of torch.nn.Module",
-        ),
-        (
-            ["model.class=my_parts.Strict"],
-            "model.class: Strict cannot be made with these keywords: KeyError: 'no such table'",
-        ),
-        (["data.dataset.sise=3"], "data.dataset.sise: unknown key; nearest: size"),
-        (
-            ["data.dataset.class=my_parts.NoLabels"],
-            "data.dataset.class: my_parts.NoLabels(size=90, sequence_length=16): sample 0 is a dict of",
-        ),
-        (
-            ["data.dataset={class: my_parts.number, dim: 3}"],
-            "data.dataset.class: my_parts.number is a function; expected a class with __len__ and __getitem__",
-        ),
-        (["data.source=files"], "data.source: a dataset of your own is written dataset:"),
-        (["data.paths=[a]"], "data.paths: a dataset of your own reads its files itself"),
-        (["optimizer={class: my_parts.Signs}"], "optimizer.lr: missing; expected a number"),
-        (["optimizer.momentun=1"], "optimizer.momentun: unknown key; nearest: momentum"),
-        (
-            ["optimizer={class: my_parts.Counting, size: 3, sequence_length: 2, lr: 1}"],
-            "optimizer.class: my_parts.Counting is a class; expected a subclass of torch.optim.Optimizer",
-        ),
-        (
-            ["mesh=pp=2", "passes=[PipelineParallel]", "optimizer={class: my_parts.ByNorm, lr: 1}"],
-            "optimizer.class: the step that ByNorm makes of one parameter depends on all others",
-        ),
-        (["training.objective=my_parts.Halve"], "training.objective: my_parts has no Halve; nearest: Halved"),
-        (["training.objective_options.facto=1"], "training.objective_options.facto: unknown key; nearest: factor"),
-        (
-            ["training.objective_options={size: 1, sequence_length: 2}", "training.objective=my_parts.Counting"],
-            "training.objective: my_parts.Counting is a class; expected a class with tokens and loss",
-        ),
-        (["passes=[my_parts.NoPass]"], "passes.0: my_parts has no NoPass"),
-    ],
-)
-def test_what_is_wrong_with_an_own_class_is_told_with_its_place(
-    folder: Path, overrides: list[str], message: str
-) -> None:
-    done = run("check", *overrides)
+WRONG = {
+    "model.class=my_partz.Model": "model.class: there is no module my_partz; put it next to the recipe",
+    "model.class=my_parts.Modell": "model.class: my_parts has no Modell; nearest: Model",
+    "model.class=broken_parts.Model": "model.class: broken_parts cannot be imported: ZeroDivisionError: division by zero (",
+    "model.class=Model": "model.class: 'Model' is no import path; expected package.module.Name",
+    "model.dimm=3": "model.dimm: unknown key; nearest: dim",
+    "model.dim=wide": "model.dim: expected an integer, got 'wide'",
+    "model.rate=[1]": "model.rate: expected a number, got [1]",
+    "model={class: my_parts.Model}": "model.dim: missing; expected an integer",
+    "model={class: my_parts.number, dim: 3}": "model.class: my_parts.number is a function; expected a subclass of "
+    "torch.nn.Module",
+    "model.class=my_parts.Strict": "model.class: Strict cannot be made with these keywords: KeyError: 'no such table'",
+    "data.dataset.sise=3": "data.dataset.sise: unknown key; nearest: size",
+    "data.dataset.class=my_parts.NoLabels": "data.dataset.class: my_parts.NoLabels(size=90, sequence_length=16): sample 0 "
+    "is a dict of",
+    "data.dataset={class: my_parts.number, dim: 3}": "data.dataset.class: my_parts.number is a function; expected a class "
+    "with __len__ and __getitem__",
+    "data.source=files": "data.source: a dataset of your own is written dataset:",
+    "data.paths=[a]": "data.paths: a dataset of your own reads its files itself",
+    "optimizer={class: my_parts.Signs}": "optimizer.lr: missing; expected a number",
+    "optimizer.momentun=1": "optimizer.momentun: unknown key; nearest: momentum",
+    "optimizer={class: my_parts.Counting, size: 3, sequence_length: 2, lr: 1}": "optimizer.class: my_parts.Counting is a "
+    "class; expected a subclass of torch.optim.Optimizer",
+    "mesh=pp=2; passes=[PipelineParallel]; optimizer={class: my_parts.ByNorm, lr: 1}": "optimizer.class: the step that "
+    "ByNorm makes of one parameter depends on all others",
+    "training.objective=my_parts.Halve": "training.objective: my_parts has no Halve; nearest: Halved",
+    "training.objective_options.facto=1": "training.objective_options.facto: unknown key; nearest: factor",
+    "training.objective_options={size: 1, sequence_length: 2}; training.objective=my_parts.Counting": "training.objective: "
+    "my_parts.Counting is a class; expected a class with tokens and loss",
+    "passes=[my_parts.NoPass]": "passes.0: my_parts has no NoPass",
+}
+"""Overrides, divided by ``;``, and what is said of the last of them."""
+
+
+@pytest.mark.parametrize("overrides", WRONG)
+def test_what_is_wrong_with_an_own_class_is_told_with_its_place(folder: Path, overrides: str) -> None:
+    done = run("check", *overrides.split("; "))
     assert (done.exit_code, done.stdout) == (78, "")
-    assert message in done.stderr and f"override {overrides[-1]!r}: " in done.stderr
+    assert WRONG[overrides] in done.stderr and f"override {overrides.split('; ')[-1]!r}: " in done.stderr
     assert "Traceback" not in done.stderr

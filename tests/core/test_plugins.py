@@ -27,6 +27,7 @@ from meshpar.forecasting.search import search
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, on_meta, transformer
 
+BATCH = Batch(sequence=16, micro_batch=1)
 STRANGER = Path(__file__).parents[1] / "support" / "stranger"
 
 
@@ -45,18 +46,15 @@ def installed(tmp_path_factory):
 
 
 @pytest.fixture
-def stranger(installed, monkeypatch):
-    monkeypatch.syspath_prepend(str(installed))
+def fresh_registry():
     registry._found.cache_clear()
     yield
     registry._found.cache_clear()
 
 
 @pytest.fixture
-def fresh_registry():
-    registry._found.cache_clear()
-    yield
-    registry._found.cache_clear()
+def stranger(installed, monkeypatch, fresh_registry):
+    monkeypatch.syspath_prepend(str(installed))
 
 
 def test_it_is_short():
@@ -151,7 +149,7 @@ def test_a_strangers_split_of_positions_equals_one_process(ranks):
         par.manual_seed(1)
         drawn = whole_of(torch.rand(1))
         assert len(set(drawn)) == par.loss_size, (
-            "ranks with other samples or positions draw differently, the ranks of tp alike"
+            "ranks of other samples or positions draw differently, those of tp alike"
         )
 
 
@@ -182,9 +180,8 @@ def test_what_splits_positions_is_told_what_it_needs():
 
 def test_a_strangers_split_that_cannot_be_tried_is_said_to_be_untried(stranger, caplog):
     split = registry.plugin("meshpar.passes", "SplitFeedForward")()
-    verification = Plan("tp=2", [split]).prove(
-        transformer(), {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, world_size=2
-    )
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    verification = Plan("tp=2", [split]).prove(transformer(), {"input_ids": ids}, world_size=2)
     assert verification.modules == {} and "axis 'tp'" in verification.skipped[""]
     assert "the split of the model was not verified" in caplog.text
 
@@ -199,16 +196,12 @@ def whole_of(value):
 def test_a_strangers_passes_are_forecast(stranger):
     passes = [registry.plugin("meshpar.passes", name)() for name in ("SplitFeedForward", "HostShard")]
     model = on_meta(transformer)
-    made_forecast = forecast(Plan("dp_shard=4,tp=2", passes), model, Batch(sequence=16, micro_batch=1), hardware="h100")
-    assert {event.collective.axis for _, event in made_forecast.trace.events() if event.collective} >= {
-        "dp_shard",
-        "tp",
-    }
+    made_forecast = forecast(Plan("dp_shard=4,tp=2", passes), model, BATCH, hardware="h100")
+    sent = [event.collective for _, event in made_forecast.trace.events() if event.collective]
+    assert {collective.axis for collective in sent} >= {"dp_shard", "tp"}
     model = on_meta(transformer)
     positions = registry.plugin("meshpar.passes", "SplitPositions")()
-    made_forecast = forecast(
-        Plan("dp_shard=2,cp=2", [positions, FullyShard()]), model, Batch(sequence=16, micro_batch=1), hardware="h100"
-    )
+    made_forecast = forecast(Plan("dp_shard=2,cp=2", [positions, FullyShard()]), model, BATCH, hardware="h100")
     sent = [event.collective for _, event in made_forecast.trace.events() if event.collective]
     assert {(collective.axis, collective.ranks) for collective in sent} == {("cp", 2), ("dp_shard", 4)}, (
         "what is sharded is gathered over positions, too"
@@ -237,17 +230,8 @@ def test_a_search_keeps_a_strangers_passes(stranger, mesh, names, expected):
     passes = [registry.plugin("meshpar.passes", name)() for name in names]
     model = on_meta(lambda: transformer(layers=4))
     hardware = replace(Hardware.load("h100"), node=2)
-    found = search(
-        model,
-        model.meshpar_layout(),
-        Batch(sequence=16, micro_batch=1),
-        hardware,
-        8,
-        plan=Plan(mesh, passes),
-        recompute=["none"],
-        micro_batches=[1],
-        top=1,
-    )
+    options = dict(plan=Plan(mesh, passes), recompute=["none"], micro_batches=[1], top=1)
+    found = search(model, model.meshpar_layout(), BATCH, hardware, 8, **options)
     assert {str(candidate.settings.mesh()) for candidate in found.fitting} == expected
     for candidate in found.fitting:
         used = {axis for one in candidate.settings.passes() for axis in one.axes}
@@ -260,7 +244,7 @@ def test_a_search_refuses_axes_that_do_not_divide_its_ranks(stranger, mesh):
     plan = Plan(mesh, [registry.plugin("meshpar.passes", "SplitPositions")()])
     model = on_meta(lambda: transformer(layers=4))
     with pytest.raises(MeshparError, match=r"the search keeps cp=(3|-1), which must be sizes that divide 8 ranks"):
-        search(model, model.meshpar_layout(), Batch(sequence=16, micro_batch=1), Hardware.load("h100"), 8, plan=plan)
+        search(model, model.meshpar_layout(), BATCH, Hardware.load("h100"), 8, plan=plan)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(fresh_registry):
