@@ -59,7 +59,7 @@ class DataRanks:
             groups.setdefault(place_elsewhere, []).append(rank)
         numbers = _numbers(samples[0])
         size, rank = max(numbers) + 1, numbers[dist.get_rank()]
-        group = dist.group.WORLD
+        group: Any = dist.group.WORLD
         if size < world:
             group, _ = dist.new_subgroups_by_enumeration(list(groups.values()), timeout=timeout)
         return DataRanks(size=size, rank=rank, group=group)
@@ -139,7 +139,7 @@ class DataRankAccelerator(PlainAccelerator):
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Let a schedule advance by ``num_processes`` in a step, as accelerate does."""
-        prepared = super().prepare_scheduler(scheduler)
+        prepared: Any = super().prepare_scheduler(scheduler)
         if prepared is not scheduler:
             self._schedules[scheduler] = None
             step = prepared.step
@@ -176,7 +176,8 @@ class DataRankAccelerator(PlainAccelerator):
         """Return whether any rank has called ``set_trigger``, and take it back. Collective: every rank calls it."""
         flag = torch.zeros((), dtype=torch.int64, device=self.device) if self.flag_tensor is None else self.flag_tensor
         self.flag_tensor = torch.zeros_like(flag)
-        return bool(reduce(flag, "max") >= 1)
+        largest: Any = reduce(flag, "max")
+        return bool(largest >= 1)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
         """Refuse: a rank without a batch would not gather its part of the weights for the others."""

@@ -175,7 +175,8 @@ class Accelerator(DataRankAccelerator):
         if _is_plain_optimizer(optimizer):
             with self._replaced.moving([optimizer], self._on_mesh):
                 pass
-        return super().prepare_optimizer(optimizer, device_placement=False)
+        prepared: Any = super().prepare_optimizer(optimizer, device_placement=False)
+        return prepared
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -199,7 +200,8 @@ class Accelerator(DataRankAccelerator):
         pars = [par for par, ids in trained.items() if ids and ids <= members.keys()]
         whole = {key for par in pars for key in trained[par]}
         if not pars or any(members[key].requires_grad for key in members.keys() - whole):
-            return super().clip_grad_norm_(list(members.values()), max_norm, norm_type)
+            clip: Any = super().clip_grad_norm_
+            return clip(list(members.values()), max_norm, norm_type)
         self.unscale_gradients()
         if len(pars) == 1:
             return pars[0].clip_grad_norm_(max_norm, norm_type)
