@@ -40,9 +40,9 @@ class UnitRun:
 
     def in_backward(self) -> list[UnitRun]:
         """Return this run and those inside it in the order in which a backward comes to them."""
-        runs = [self]
+        runs: list[UnitRun] = [self]
         for run in reversed(self.inside):
-            runs += run.in_backward() if run.inside else (run,)
+            runs += run.in_backward() if run.inside else [run]
         return runs
 
 

@@ -225,7 +225,7 @@ def _predictable(guarded: Guarded) -> bool:
 
 def _number_of(predicted: Sequence[nn.Module], units: Units) -> int:
     """Return a digest of the units that a forward will call, and of the parameters that are trained in each."""
-    numbers: dict[nn.Module, int] = {unit: number for number, unit in enumerate(units.modules)}
+    numbers: dict[Any, int] = {unit: number for number, unit in enumerate(units.modules)}
     trained = "".join(f"{number}:{units.trained(unit)} " for unit, number in numbers.items())
     return 1 + zlib.crc32(f"{[numbers[unit] for unit in predicted]} {trained}".encode())
 

@@ -35,7 +35,7 @@ _REST = "lightning-{}.pt"
 
 
 @final
-class _MicroBatches:
+class _Accumulation:
     """``par.accumulate``, where a trainer says of each micro-batch when it begins whether it is a step's last."""
 
     def __init__(self, par: Parallelized) -> None:
@@ -87,7 +87,7 @@ class _OnMesh:
                 )
         self._plans, self._layout, self._seed, self._weights, self._shards = plans, layout, seed, weights, shards
         self._placed: dict[nn.Module, Parallelized] = {}
-        self._micro_batches: dict[nn.Module, _MicroBatches] = {}
+        self._micro_batches: dict[nn.Module, _Accumulation] = {}
         self._blocked = False
 
     @property
@@ -112,7 +112,7 @@ class _OnMesh:
         par = plan.apply(module, layout, device_type=self.root_device.type)
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             par.materialize(seed=self._seed if self._weights is None else None, weights=self._weights)
-        self._placed[module], self._micro_batches[module] = par, _MicroBatches(par)
+        self._placed[module], self._micro_batches[module] = par, _Accumulation(par)
         return par
 
     def _begin_last(self) -> None:

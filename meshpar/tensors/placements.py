@@ -223,9 +223,9 @@ def _joined(
     return powers.get(frozenset(), none)
 
 
-def _placed_gradient(parameter: Tensor) -> Tensor | None:
+def _placed_gradient(parameter: Any) -> Tensor | None:
     """Return the gradient, with partial sums reduced, divided as its parameter is."""
-    grad: Any = parameter.grad
+    grad = parameter.grad
     if type(grad) is type(parameter) is DTensor and grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
     return parameter.grad

@@ -425,9 +425,9 @@ MOST = {
     "files that read a record on the module": 0,
     "files that ask whether ranks are simulated": 0,
     "imports by text": 0,
-    "private names of others outside their room": 28,
+    "private names of others outside their room": 27,
     "code wrapped around a trailing comment": 0,
-    "variables without a noun": 88,
+    "variables without a noun": 81,
     "files loose in meshpar": 2,
 }
 """How many there are. A number only falls: whoever makes one smaller writes the new one here."""

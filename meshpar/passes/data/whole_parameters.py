@@ -215,7 +215,8 @@ def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
         try:
             for table, name, value in places:
                 plain: Any = part_here(value)
-                table[name] = plain if plain.ndim else link(plain, _view, _join_gradient)
+                plain = plain if plain.ndim else link(plain, _view, _join_gradient)
+                table[name] = plain
             if not torch.compiler.is_compiling():
                 values = [table[name] for table, name, _ in places]
                 seen = list(zip(places, values, versions(values)))
