@@ -33,8 +33,9 @@ class Backward:
         listeners: Listeners,
         hands_on: HandsOn | None,
     ) -> None:
-        self._module, self._units, self._at, self._hands_on = module, units, listeners.at, hands_on
+        self._units, self._at, self._hands_on = units, listeners.at, hands_on
         self._same_axes = frozenset(same_axes)
+        self._tables = [child._parameters for child in module.modules()]
         self._runs = self._reached_output = False
         self.reducing = True
         self.entrances = Entrances(self._enter)
@@ -121,11 +122,19 @@ class Backward:
         unused = self._units.backwards.take_unused()
         for reduce in self._at[Moment.reduce]:
             unused += reduce()
-        if any(parameter.grad is not None for parameter in self._module.parameters()):
+        if self._has_gradients():
             for look in self._at[Moment.gradients]:
                 look(unused)
         for act in self._at[Moment.after_backward]:
             act()
+
+    def _has_gradients(self) -> bool:
+        """Return whether a parameter has a gradient; each micro-batch asks, and walks over no modules."""
+        for table in self._tables:
+            for parameter in table.values():
+                if parameter is not None and parameter.grad is not None:
+                    return True
+        return False
 
 
 def trained_outputs(output: object) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar, final
 
 import torch
@@ -149,17 +149,19 @@ class Layers(HandsOn):
         except Exception as error:  # noqa: BLE001 - the data of a user
             self._fail(error)
         self._count = len(batches)
-        self._shapes = [tuple(tuple(leaf.shape) for leaf in tensor_leaves(batch)) for batch in batches]
+        every_leaf = [tensor_leaves(batch) for batch in batches]
+        self._shapes = [tuple([tuple(leaf.shape) for leaf in leaves]) for leaves in every_leaf]
         number = 0
         if self._transfers.supposed is None and self._errors.error is None:
-            number = hash((len(batches), _digest(batches, waits=not self._transfers.late), *self._shapes))
+            digest = _digest(chain.from_iterable(every_leaf), waits=not self._transfers.late)
+            number = hash((len(batches), digest, *self._shapes))
         every = torch.empty(self.ranks, dtype=torch.int64, device="cpu")
         numbers = torch.tensor([number], device="cpu")
         self._messages.exchanged(all_gather, every, numbers, group=self._messages.hosts)
         if self._transfers.supposed is not None:
             return batches  # numbers of simulated ranks cannot be read
         if self._errors.error is not None or every.tolist() != [number] * self.ranks:
-            self._refuse([_digest(batch) for batch in batches])
+            self._refuse(list(map(_digest, every_leaf)))
         return batches
 
     def _refuse(self, digests: Sequence[int]) -> None:
@@ -298,10 +300,10 @@ class Layers(HandsOn):
         self._try(run, self.edges.pass_forth)
 
 
-def _digest(batches: object, *, waits: bool = True) -> int:
-    """Return a number that differs where tensors in ``batches`` have other bytes; ``waits``: also on a device."""
+def _digest(leaves: Iterable[Tensor], *, waits: bool = True) -> int:
+    """Return a number that differs where tensors have other bytes; ``waits``: also on a device."""
     kinds = dict[Any, list[Tensor]]()
-    for leaf in tensor_leaves(batches):
+    for leaf in leaves:
         if waits or runtime.on_host(leaf.device):
             kinds.setdefault((leaf.device, leaf.dtype), []).append(leaf.detach().reshape(-1))
     return int(digest_of_several(map(torch.cat, kinds.values())))
