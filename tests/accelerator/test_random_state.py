@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_leaves
 
 import meshpar.forecasting.device as device
 from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, Plan, TensorParallel
-from meshpar.passes.tensor import random
 from meshpar.state import initialize
 from tests.accelerator.draws import Draws, install_generator
 from tests.accelerator.simulated import allocate, alone, simulated, without_guards
@@ -91,7 +90,7 @@ def test_a_seed_seeds_the_device_alike_in_each_process_and_initialising_leaves_i
         for _ in range(2):  # as a run and one that resumes
             par.manual_seed(5)
             state = generator.now()
-            with random.forked(par.device):
+            with torch.random.fork_rng([par.device], device_type=device.NAME):
                 F.dropout(torch.ones(4, device=device.NAME))
                 assert generator.now() != state
             assert generator.now() == state

@@ -68,7 +68,7 @@ if sys.argv[1:]:
 def test_a_script_without_a_main_opens_a_group_that_ends_with_it(end, tmp_path):
     (tmp_path / "script.py").write_text(INIT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py", *end.split()]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=150)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=600)
     assert (ended.returncode != 0) == bool(end), ended.stderr[-3000:]
     assert ended.stdout == "done True\n", ended.stderr
     assert ("ValueError: on every rank" in ended.stderr) == (end == "error")

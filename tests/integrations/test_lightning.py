@@ -440,7 +440,7 @@ def test_the_example_prints_what_its_page_says(runs, tmp_path):
         resume = ["runs/lightning/checkpoints/epoch=0-step=20.ckpt"] if mesh == "tp=2" else []
         command = [sys.executable, *launch, str(root / "examples/lightning_on_mesh.py"), mesh, *resume]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         losses = re.findall(r"step \d+: loss [\d.]+", done.stdout)
         assert len(losses) == 4

@@ -249,7 +249,7 @@ def different_gradients():
         2 if torch.distributed.get_rank() or not name.startswith("blocks.1") else 0
         for name, _ in net.named_parameters()
     ]
-    GradientMarks(Ranks("Net", 0), list(net.named_parameters()), marks).check()
+    GradientMarks(Ranks("Net", torch.distributed.group.WORLD), list(net.named_parameters()), marks).check()
 
 
 @habit

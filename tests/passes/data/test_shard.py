@@ -5,6 +5,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from meshpar import FullyShard, HybridShard, PipelineParallel, Plan, TensorParallel
+from meshpar._torch.fsdp import param_groups
 from meshpar.passes.data import shard
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, transformer
@@ -52,6 +53,8 @@ def test_ends_are_units_where_they_are_large_and_not_tied() -> None:
                 assert states["embed"]._states_to_forward_prefetch == [states["layers.0"]]
                 assert states["layers.1"]._states_to_forward_prefetch == [states["head"]]
                 assert states["head"]._states_to_backward_prefetch == [states["layers.1"], states["layers.0"]]
-                kept = [group._reshard_after_forward for end in ends for group in states[end]._fsdp_param_groups]
+                kept = [
+                    group._reshard_after_forward for end in ends for group in param_groups(module.get_submodule(end))
+                ]
                 assert kept == [False, False]
             module(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
