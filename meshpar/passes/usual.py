@@ -24,8 +24,8 @@ def passes_for(mesh: MeshSpec | str) -> list[Pass]:
     Two data axes are sharded inside and replicated outside, by HybridShard. Change the list as you like: replace a
     pass by one with options, or add recomputation before the last one.
 
-    >>> [each.name for each in passes_for("dp_shard=4,tp=2")]
-    ['TensorParallel', 'FullyShard']
+    >>> ", ".join(each.name for each in passes_for("dp_shard=4,tp=2"))
+    'TensorParallel, FullyShard'
 
     Args:
         mesh: a mesh or its text, such as ``"dp_replicate=2,dp_shard=-1"`` or ``"auto"``.
