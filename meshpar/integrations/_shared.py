@@ -1,4 +1,4 @@
-"""What several trainers need: optimizers that follow parameters to the mesh by name, and whole weights to save."""
+"""Shared by several trainers: optimizers that follow parameters to the mesh by name, and whole weights to save."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ class ReplacedParameters:
             parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if strangers := [tuple(parameter.shape) for parameter in parameters if id(parameter) not in current]:
                 raise MeshparError(
-                    f"{kind} holds {len(strangers)} of {len(parameters)} parameters that no prepared model has, of "
+                    f"{kind} holds {len(strangers)} of {len(parameters)} parameters that no model on the mesh has, of "
                     f"shapes {strangers[:3]}, and no pass would reduce their gradients; expected parameters of the "
-                    "prepared models alone: make them parameters of a model before it is prepared"
+                    "models on the mesh alone: make them parameters of a model before a plan is applied to it"
                 )
             for entry, values in state:
                 optimizer.state[_parameter_now(entry)] = _moved_state(kind, entry, values, by_module[entry.module])
             if (attribute := self._kept_outside(optimizer)) is not None:
                 raise MeshparError(
                     f"{kind} keeps parameters of before in its attribute {attribute!r}, which cannot be moved to the "
-                    "mesh; expected them in its parameter groups alone: prepare the model first, and build the "
-                    "optimizer from the prepared model's parameters"
+                    "mesh; expected them in its parameter groups alone: put the model on the mesh first, and "
+                    "build the optimizer from its parameters"
                 )
 
     def _take_state(self, optimizer: Optimizer) -> list[tuple[_Replaced, Any]]:
@@ -118,7 +118,7 @@ def _moved_state(kind: str, entry: _Replaced, values: Any, par: Parallelized) ->
             raise MeshparError(
                 f"{kind}'s {key!r} of {entry.name} has shape {tuple(value.shape)} and the parameter "
                 f"{tuple(parameter.shape)}, so the state cannot be moved to the mesh; expected one value for each "
-                "element: prepare the optimizer before its first step"
+                "element: put the optimizer on the mesh before its first step"
             )
         moved[key] = par.like(parameter, value) if tensor and value.shape == parameter.shape else value
     return moved

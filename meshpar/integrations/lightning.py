@@ -23,6 +23,7 @@ from torchmetrics import Metric
 
 from meshpar import MeshparError, ModelLayout, Parallelized, Plan, Role, WeightSource
 from meshpar.checkpoints import CheckpointManager
+from meshpar.integrations._shared import ReplacedParameters
 
 __all__ = ["AveragedWeights", "MeshparFabricStrategy", "MeshparStrategy"]
 
@@ -486,9 +487,9 @@ class MeshparFabricStrategy(_OnMesh, FabricDDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Apply the plan to a model, and move its optimizers to the new parameters."""
-        with _moving(module, [group for optimizer in optimizers for group in optimizer.param_groups]):
-            if any(optimizer.state for optimizer in optimizers):
-                raise MeshparError(f"an optimizer has stepped before fabric.setup; {_BUILD_LATER}")
+        replaced = ReplacedParameters()
+        replaced.note(module)
+        with replaced.moving(optimizers, self._placed):
             self.setup_module(module)
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
@@ -634,23 +635,6 @@ def _one_child(module: nn.Module) -> str:
 def _trains(optimizer: Optimizer, module: nn.Module) -> bool:
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(id(parameter) in parameters for parameter in module.parameters())
-
-
-_BUILD_LATER = "call fabric.setup_module first, and build the optimizer from its parameters"
-
-
-@contextmanager
-def _moving(module: nn.Module, groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Apply a plan to a module in the block; then give an optimizer's groups the parameters of the same names."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    members = [[names.get(id(parameter), "") for parameter in group["params"]] for group in groups]
-    if not all(map(all, members)):
-        raise MeshparError(f"an optimizer has parameters that the model of fabric.setup has not; {_BUILD_LATER}")
-    for group in groups:
-        group["params"] = []
-    yield
-    for group, own_names in zip(groups, members, strict=True):
-        group["params"] = [module.get_parameter(name) for name in own_names]
 
 
 def _is_in(name: str, planned: str) -> bool:

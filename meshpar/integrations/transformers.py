@@ -11,14 +11,11 @@ import inspect
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import recursively_apply
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
@@ -28,6 +25,7 @@ from transformers.trainer_utils import has_length, seed_worker
 
 from meshpar import MeshparError, Parallelized, Plan, Role
 from meshpar.checkpoints import CheckpointManager, export_module
+from meshpar.integrations._data_ranks import DataRankAccelerator, DataRanks
 from meshpar.training import Adapters
 
 __all__ = ["on_mesh"]
@@ -58,7 +56,8 @@ _SETTINGS = {
     "bf16_full_eval": _KEEPS_WEIGHTS,
     "use_liger_kernel": _Setting((False, None), "drop it, because it replaces modules that passes have divided"),
     "auto_find_batch_size": _Setting((False,), "set per_device_train_batch_size: one rank alone may lack memory"),
-    "train_sampling_strategy": _Setting(("random", "sequential", "group_by_length"), "use one of these"),
+    "train_sampling_strategy": _Setting(("random", "sequential"), "use one of these"),
+    "accelerator_config.split_batches": _Setting((False,), "set per_device_train_batch_size to a data rank's samples"),
     "push_to_hub": _Setting((False,), "call save_model, and upload the folder"),
     "save_on_each_node": _Setting((False,), "write output_dir to a file system that all nodes share"),
     "enable_jit_checkpoint": _Setting((False,), "drop it, because its signal reaches ranks in different steps"),
@@ -109,18 +108,17 @@ def on_mesh(trainer: AnyTrainer) -> AnyTrainer:
     return cast("AnyTrainer", type(f"{trainer.__name__}OnMesh", (_TrainerOnMesh, trainer), members))
 
 
-class _AcceleratorOnMesh(Accelerator):
+class _AcceleratorOnMesh(DataRankAccelerator):
     """accelerate's Accelerator, whose processes are the data ranks of a parallel module."""
 
     par: Parallelized
 
-    @property
-    def num_processes(self) -> int:
-        return self.par.data_size
-
-    @property
-    def process_index(self) -> int:
-        return self.par.data_rank
+    @classmethod
+    def take_over(cls, accelerator: Any, par: Parallelized) -> None:
+        """Let Trainer's accelerator, which it has made, count and exchange over the data ranks of ``par``."""
+        accelerator.__class__ = cls
+        accelerator.par, accelerator._schedules = par, {}
+        accelerator._data = DataRanks(size=par.data_size, rank=par.data_rank, group=par.data_group)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -138,34 +136,6 @@ class _AcceleratorOnMesh(Accelerator):
 
     def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
         return self.par.clip_grad_norm_(max_norm, norm_type)
-
-    def gather(self, tensor: Any) -> Any:
-        return recursively_apply(self._gather, tensor, error_on_other_type=True)
-
-    def _gather(self, tensor: Tensor) -> Tensor:
-        part = tensor.clone()[None] if tensor.ndim == 0 else tensor.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.num_processes)]
-        dist.all_gather(parts, part, group=self.par.data_group)
-        return torch.cat(parts)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        if not use_gather_object:
-            return super().gather_for_metrics(input_data)
-        parts: list[Any] = [None] * self.num_processes
-        dist.all_gather_object(parts, input_data, group=self.par.data_group)
-        data = [sample for part in parts for sample in part]
-        state = self.gradient_state
-        return data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else data
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        factor = scale / self.num_processes if reduction == "mean" else scale
-
-        def add(part: Tensor) -> Tensor:
-            summed = part.clone()
-            dist.all_reduce(summed, group=self.par.data_group)
-            return summed if factor == 1 else summed * factor
-
-        return tensor if reduction == "none" else recursively_apply(add, tensor, error_on_other_type=True)
 
 
 class _MicroBatches(list[Any]):
@@ -237,6 +207,11 @@ class _TrainerOnMesh(Trainer):
                 f"axis {axis!r} splits layers by features, and peft's adapters add to whole layers; expected axes of "
                 f"samples: use a mesh without {axis}, or add adapters by meshpar.training.add_adapters in a loop"
             )
+        if self.args.torch_compile and (axis := _axis_of(self._plan, Role.FEATURES)) is not None:
+            raise MeshparError(
+                f"torch_compile is True, and axis {axis!r} splits layers by features, whose exchanges are not traced "
+                "through a whole model; expected False on this mesh: drop torch_compile"
+            )
         if self.label_smoother is not None and type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             # Trainer asks the name of the class, which sharding changes
             self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
@@ -251,8 +226,7 @@ class _TrainerOnMesh(Trainer):
                 f"{outside[0]} and {len(outside) - 1} other trained parameters are outside of the model that peft "
                 "wraps, so that no pass reduces their gradients; expected adapters inside of layers, such as LoRA"
             )
-        self.accelerator.__class__ = _AcceleratorOnMesh
-        self.accelerator.par = self._par
+        _AcceleratorOnMesh.take_over(self.accelerator, self._par)
         return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -272,16 +246,6 @@ class _TrainerOnMesh(Trainer):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         return int(args.train_batch_size * args.gradient_accumulation_steps * self._par.data_size)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return Trainer's sampler, which sees the samples of all ranks where it groups them by length."""
-        arguments = self.args
-        self.args = copy(arguments)
-        self.args.per_device_train_batch_size *= self._par.data_size
-        try:
-            return super()._get_train_sampler(train_dataset)
-        finally:
-            self.args = arguments
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         loader = super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
@@ -307,13 +271,16 @@ class _TrainerOnMesh(Trainer):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         items = super()._get_num_items_in_batch(batch_samples, device)
         labels = [batch["labels"] for batch in batch_samples if isinstance(batch, Mapping) and "labels" in batch]
-        counted = all(isinstance(part, Tensor) and not part.is_floating_point() for part in labels)
-        counted = counted and (items is not None or all(part.ndim < 2 for part in labels))
+        of_tokens = all(_has_tokens(part) and not part.is_floating_point() for part in labels)
+        # Trainer multiplies a loss that takes the number of labels by the number of ranks; a mean over samples is right
+        # on ranks with as many, where it takes none.
+        counted = of_tokens and items is not None
+        counted = counted or (not self._weighs_tokens and not any(map(_has_tokens, labels)))
         if labels and self._par.data_size > 1 and self.compute_loss_func is None and not counted:
             raise MeshparError(
                 f"{type(self.model).__name__} averages its loss over the labels of a rank, because it gets no number "
-                "of the labels on all ranks; expected labels of tokens or classes, and a forward with **kwargs that "
-                "hands num_items_in_batch to its loss: pass compute_loss_func="
+                "of the labels on all ranks, or does not divide by it; expected labels of tokens, and a forward with "
+                "**kwargs that hands num_items_in_batch to its loss: pass compute_loss_func="
             )
         return items
 
@@ -479,6 +446,10 @@ def _has_step(folder: str) -> bool:
     return bool(CheckpointManager(folder).steps())
 
 
+def _has_tokens(labels: object) -> bool:
+    return isinstance(labels, Tensor) and labels.ndim > 1
+
+
 def _check_plan(plan: object) -> None:
     """Refuse what is no plan, and a plan that divides sequences."""
     if not isinstance(plan, Plan):
@@ -501,8 +472,10 @@ def _axis_of(plan: Plan, role: Role) -> str | None:
 
 def _check_arguments(arguments: TrainingArguments) -> None:
     """Refuse the settings with which a mesh would not train as one process."""
+    nested = vars(arguments.accelerator_config).items()
+    settings = vars(arguments) | {f"accelerator_config.{name}": value for name, value in nested}
     for name, setting in _SETTINGS.items():
-        value = getattr(arguments, name, setting.expected[0])
+        value = settings.get(name, setting.expected[0])
         value = getattr(value, "value", value)
         if value not in setting.expected:
             expected = " or ".join(map(repr, setting.expected[-3:] if name != "optim" else setting.expected))

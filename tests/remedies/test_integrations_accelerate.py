@@ -43,6 +43,13 @@ class Hoards(torch.optim.SGD):
         self.hoard = {"all": list(self.param_groups[0]["params"])}
 
 
+def factored(net):
+    """An optimizer that has stepped, with state of another shape than its parameter's."""
+    optimizer = sgd(net)
+    optimizer.state[net.head.weight]["rows"] = torch.ones(3)
+    return optimizer
+
+
 def sgd(net, *more):
     return torch.optim.SGD([*net.parameters(), *more], lr=0.1)
 
@@ -82,18 +89,21 @@ def built(device):
 
 
 ROWS = [
-    TwoRanks("parameters that no prepared model has, of shapes")
+    TwoRanks("parameters that no model on the mesh has, of shapes")
     .refuses(lambda: trained(lambda net: sgd(net, nn.Parameter(torch.ones(3)))))
     .helps(
-        "make them parameters of a model before it is prepared",
+        "make them parameters of a model before a plan is applied to it",
         lambda: trained(sgd, temperature=nn.Parameter(torch.ones(3))),
     ),
     TwoRanks("keeps parameters of before in its attribute")
     .refuses(lambda: trained(lambda net: Hoards(net.parameters())))
     .helps(
-        "build the optimizer from the prepared model's parameters",
+        "put the model on the mesh first, and build the optimizer from its parameters",
         lambda: trained(lambda net: Hoards(net.parameters()), first=True),
     ),
+    TwoRanks("so the state cannot be moved to the mesh; expected one value for each element")
+    .refuses(lambda: trained(factored))
+    .helps("put the optimizer on the mesh before its first step", lambda: trained(sgd)),
     TwoRanks("and a script for accelerate calls its model with whole sequences and every layer")
     .refuses(lambda: made(Plan("pp=2", [PipelineParallel()])))
     .helps(

@@ -63,9 +63,4 @@ TRIED = (
         "tests/integrations/test_lightning.py::test_what_a_folder_of_fabric_cannot_have_is_refused_and_what_the_message_says_works"
     )
     .helps("pass strict=False", "strict=False)"),
-    Tested("call fabric.setup_module first")
-    .by(
-        "tests/integrations/test_lightning.py::test_what_a_folder_of_fabric_cannot_have_is_refused_and_what_the_message_says_works"
-    )
-    .helps("call fabric.setup_module first", "later = fabric.setup_module(transformer())"),
 )

@@ -30,6 +30,12 @@ ROWS = (
     Tested("use one of these")
     .by("tests/integrations/test_transformers.py::test_a_setting_that_a_mesh_would_change_is_refused")
     .helps("use one of these", '{"train_sampling_strategy": "sequential"}'),
+    Tested("set per_device_train_batch_size to a data rank's samples")
+    .by("tests/integrations/test_transformers.py::test_a_setting_that_a_mesh_would_change_is_refused")
+    .helps("set per_device_train_batch_size", '{"per_device_train_batch_size": 4}'),
+    Tested("torch_compile is True, and axis {} splits layers by features")
+    .by("tests/integrations/test_transformers.py::check_refusals")
+    .helps("drop torch_compile", "rows=Streamed()"),
     Tested("call save_model, and upload the folder")
     .by("tests/integrations/test_transformers.py::test_a_setting_that_a_mesh_would_change_is_refused")
     .helps("call save_model", "make(**instead).save_model("),
