@@ -1,1 +1,1 @@
-"""What ranks exchange that is small: they meet, compare and agree; messages between hosts."""
+"""Small exchanges of ranks, which meet, compare and agree, and messages between hosts."""

@@ -114,7 +114,7 @@ class DataRankAccelerator(PlainAccelerator):
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last rank of all."""
+        """True on the last rank of all."""
         return bool(self.state.is_last_process)
 
     @contextmanager
@@ -162,7 +162,7 @@ class DataRankAccelerator(PlainAccelerator):
         except TypeError:
             gathered, use_gather_object = self._data.gather_objects(input_data), True
         remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
-        if remainder <= 0:
+        if remainder <= 0 or self._data.size == 1:  # one rank repeats no samples
             return gathered
         return gathered[:remainder] if use_gather_object else recursively_apply(lambda x: x[:remainder], gathered)
 
