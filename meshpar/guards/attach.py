@@ -17,7 +17,6 @@ from meshpar.exchange.ranks import Ranks, stages_of
 from meshpar.guards import own_guards
 from meshpar.guards.explain import Explanation
 from meshpar.guards.operators import one_process
-from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.stand_ins import is_idle
 from meshpar.passes.tensor.context import Context
 from meshpar.state.full import OptimizerStates, refuse_copies
@@ -84,9 +83,7 @@ def _check_calls(run: Run) -> None:
     elif resolved.divided(Role.LAYERS):
         stand_ins = {name: part for name, part in module.named_modules() if getattr(part, "stands_in", False)}
         called = {name: part for name, part in {**parts, **stand_ins}.items() if not any(map(is_idle, part.modules()))}
-        layers = run.find(Layers)
-        checked = None if layers is None else layers.edges.checked
-        run.calls.only_inside(called, f"this rank has some of the layers; {enter}", checked)
+        run.calls.only_inside(called, f"this rank has some of the layers; {enter}")
     elif resolved.data_pass is not None:
         why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
         run.calls.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)

@@ -142,22 +142,15 @@ class Calls:
                 self._explained.add(part)
                 set_forward(part, functools.partial(call, part.forward))
 
-    def only_inside(
-        self, parts: Mapping[str, nn.Module], why: str, checked: dict[nn.Module, Callable[..., None]] | None = None
-    ) -> None:
-        """Refuse calls of parts of the module from outside of it; ``why`` ends the message.
+    def only_inside(self, parts: Mapping[str, nn.Module], why: str) -> None:
+        """Refuse calls of parts of the module from outside of it; ``why`` ends the message."""
 
-        What intercepts calls of the modules ``checked`` gets the check of each; the others have it as a hook.
-        """
-
-        def check(name: str, block: nn.Module, args: object = ()) -> None:
+        def check(name: str, block: nn.Module, args: object) -> None:
             if not self.depth and not in_backward():
                 raise MeshparError(f"{name} ({type(block).__name__}) is called from outside of the module, where {why}")
 
         for name, part in parts.items():
-            if checked is not None and part in checked:
-                checked[part] = functools.partial(check, name, part)
-            elif part not in self._guarded:
+            if part not in self._guarded:
                 part.register_forward_pre_hook(eager(functools.partial(check, name)), prepend=True)
         self._guarded.update(parts.values())
 

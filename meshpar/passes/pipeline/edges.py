@@ -48,10 +48,6 @@ class Edges:
         self._versions = list[int]()  # of what it has handed on
         self._next = 0  # the number of the block that the forward has to call
         self._state = LossState()
-        # by module, what looks at a call of it from outside of the module's
-        self.checked: dict[nn.Module, Callable[[], None]] = {
-            portion.module.get_submodule(name): _allow for name in portion.rules
-        }
 
     def _turn(self, chunk: int, number: int, **options: Any) -> Turn:
         stage = chunk * self.portion.ranks + self.portion.rank
@@ -190,8 +186,6 @@ class Edges:
         self, child: nn.Module, rule: Rule, inner: Callable[..., Any], ran: list[bool], *args: Any, **kwargs: Any
     ) -> Any:
         """Run a module's call ``inner`` by its rule; ``ran`` is filled when hooks of a module around blocks run."""
-        if not self.runs or not self.calls or self.behind:
-            self.checked[child]()
         if not self.runs:
             return inner(*args, **kwargs)
         if rule.number is not None:
@@ -257,10 +251,6 @@ class Edges:
         self.turn.left = [output[0] if several else output, *(self._results[result] for result in gives)]
         self._versions = [value._version for value in self.turn.left]
         self.transfers.send(self.turn, [value.detach() for value in self.turn.left])
-
-
-def _allow() -> None:
-    """Let a call run: no guard looks at it."""
 
 
 def digest_of(values: object, device: torch.device) -> Tensor:
