@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from meshpar import ContextParallel, FullyShard, MeshparError, ModelLayout, Plan, TensorParallel, passes_for
 from meshpar.testing import on_ranks
-from tests.support.models_for_parity import transformer
+from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily
 
 LAYOUT = ModelLayout(blocks=("up", "down"), tensor={"up": "colwise", "down": "rowwise", "scale": None})
@@ -110,15 +110,29 @@ def test_uneven_parts_are_refused_on_every_rank_unless_asked_for():
     assert par.gather(values, uneven=True).tolist() == [0, 1, 0, 1, 2]
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_stages_gather_in_the_loss_of_a_pipeline():
-    """Ranks of pp join nothing, and no group is made where one stage is alone."""
-    from meshpar import PipelineParallel
+    """Ranks of pp join nothing, those of samples do, and what comes is one process's loss and gradients."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(transformer().double())
+    par = Plan("pp=2,dp_shard=2", passes_for("pp=2,dp_shard=2")).apply(models[1])
+    draw = torch.Generator().manual_seed(1)
+    micro_batches = [torch.randint(0, VOCAB, (4, 8), generator=draw) for _ in range(2)]
 
-    par = Plan("pp=2", [PipelineParallel()]).apply(transformer())
-    ids = torch.arange(16).view(2, 8)
-    total = par.backward([ids], lambda module, batch: par.gather(module(batch).logits, uneven=True).sum())
-    assert total.isfinite()
+    def contrast_of(logits):
+        features = nn.functional.normalize(logits.mean(1), dim=-1)
+        return (features @ features.T).logsumexp(1).mean()
+
+    losses = [contrast_of(models[0](ids).logits) for ids in micro_batches]
+    sum(losses).backward()
+    parts = [ids.chunk(2)[par.data_rank] for ids in micro_batches]
+    total = par.backward(parts, lambda module, ids: contrast_of(par.gather(module(ids).logits)))
+    torch.testing.assert_close(total, sum(losses).detach(), rtol=1e-10, atol=0)
+    whole = dict(models[0].named_parameters())
+    for name, parameter in par.module.named_parameters():
+        torch.testing.assert_close(par.whole(parameter.grad), whole[name].grad, rtol=0, atol=1e-10, msg=name)
 
 
 @on_ranks(4)
