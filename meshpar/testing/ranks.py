@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -183,6 +184,7 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
 
 def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, asked: Connection) -> None:
     gc.freeze()  # what the server has loaded: to look for garbage there would copy its pages into each rank
+    faulthandler.enable()  # a crash of native code says where
     torch.set_num_threads(1)
     try:
         shared, patience = dist.FileStore(store, count), timedelta(seconds=max(5.0, timeout_s - 5))

@@ -72,6 +72,7 @@ class Row:
 class Tested:
     """A message whose printed remedies another test applies: its source has the message, and what each remedy says."""
 
+    __test__ = False  # of pytest: no class of tests
     message: str
 
     def by(self, test: str) -> Self:
