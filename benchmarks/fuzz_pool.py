@@ -292,7 +292,7 @@ def _in_a_module(error: Exception) -> bool:
     import torch
 
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    doors = any(frame.f_globals.get("__name__") == "meshpar.step.run" for frame in frames)
+    doors = any(frame.f_globals.get("__name__") == "meshpar.step.forward" for frame in frames)
     return doors or any(
         "REFUSED" in frame.f_globals and isinstance(frame.f_locals.get("self"), torch.nn.Module) for frame in frames
     )

@@ -30,7 +30,7 @@ from meshpar.core.errors import CheckpointError, MeshparError
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.waiting import reads_of
 from meshpar.state.averaging import Averaged
-from meshpar.step.run import fact_of
+from meshpar.step.forward import fact_of
 from meshpar.tensors.placements import local_tensor
 from meshpar.weights import TypedSource, WeightMap
 from meshpar.weights.adapters import NAME, AdapterFactors, MergedAdapters, PackedAdapterLayer, adapted_layers, base_name

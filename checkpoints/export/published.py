@@ -15,7 +15,8 @@ from meshpar.checkpoints.format.dcp import DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
 from meshpar.checkpoints.steps.steps import open_step
-from meshpar.checkpoints.storage.files import TILE_BYTES, Box, Dtypes, Shapes, crc32, memory_of, tiles
+from meshpar.checkpoints.storage.checksums import crc32
+from meshpar.checkpoints.storage.files import TILE_BYTES, Box, Dtypes, Shapes, memory_of, tiles
 from meshpar.checkpoints.storage.place import PlaceLike
 from meshpar.core.errors import CheckpointError, MeshparError
 from meshpar.weights import Mapped, TypedSource, WeightMap, average_called

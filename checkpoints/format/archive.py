@@ -18,7 +18,8 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, aligned, combine_sums, crc32
+from meshpar.checkpoints.storage.checksums import combine_sums, crc32
+from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, aligned
 from meshpar.core.errors import CheckpointError
 
 T = TypeVar("T")

@@ -11,7 +11,8 @@ from typing import Protocol, final, runtime_checkable
 
 import torch
 
-from meshpar.checkpoints.storage.files import BLOCK_BYTES, Box, aligned, crc32, memory_of, read_blocks
+from meshpar.checkpoints.storage.checksums import crc32
+from meshpar.checkpoints.storage.files import BLOCK_BYTES, Box, aligned, memory_of, read_blocks
 from meshpar.weights import TypedSource, WeightSource
 from meshpar.weights.rules import Spans
 

@@ -12,7 +12,8 @@ import torch
 
 from meshpar.checkpoints.format.archive import PickledObject, find_tensor, read_metadata
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME, SavedPart, read_manifest, remedy
-from meshpar.checkpoints.storage.files import Box, Readable, combine_sums, crc32, inside
+from meshpar.checkpoints.storage.checksums import combine_sums, crc32
+from meshpar.checkpoints.storage.files import Box, Readable, inside
 from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.core.errors import CheckpointError, StoreError, brief
 from meshpar.core.patterns import suggestion

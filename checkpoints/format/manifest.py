@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from meshpar.checkpoints.storage.files import crc32, inside
+from meshpar.checkpoints.storage.checksums import crc32
+from meshpar.checkpoints.storage.files import inside
 from meshpar.checkpoints.storage.place import Place, PlaceLike, either, place
 from meshpar.core.errors import CheckpointError, brief
 from meshpar.weights.rules import Spans

@@ -1,4 +1,4 @@
-"""Compare a checkpoint's files with its manifest, and name the tensors in which bytes differ."""
+"""Compare a checkpoint's files with the CRC-32 of its manifest, and name the tensors in which bytes differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Literal, final
 
 from meshpar.checkpoints.format.dcp import METADATA_NAME, DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, SavedPart
-from meshpar.checkpoints.storage.files import BLOCK_BYTES, Readable, combine_sums, crc32
+from meshpar.checkpoints.storage.checksums import combine_sums, crc32
+from meshpar.checkpoints.storage.files import BLOCK_BYTES, Readable
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError, StoreError
 

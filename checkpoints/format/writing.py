@@ -38,7 +38,8 @@ from meshpar._torch.files import stored_at
 from meshpar.checkpoints.format.archive import write_tensor
 from meshpar.checkpoints.format.dcp import METADATA_NAME, tensors_in
 from meshpar.checkpoints.format.manifest import MODEL, Encoded, Manifest, SavedPart
-from meshpar.checkpoints.storage.files import TILE_BYTES, combine_sums, crc32, lies_in_memory, memory_of, tiles
+from meshpar.checkpoints.storage.checksums import combine_sums, crc32
+from meshpar.checkpoints.storage.files import TILE_BYTES, lies_in_memory, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError

@@ -14,7 +14,7 @@ from meshpar.checkpoints.format.verify import Verify, open_verified
 from meshpar.checkpoints.steps import state
 from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.checkpoints.steps.state import Checkpointable, ModelState, OptimizerGroup, Optimizers
-from meshpar.checkpoints.storage.files import crc32
+from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core.errors import CheckpointError
 from meshpar.process.waiting import reads_of

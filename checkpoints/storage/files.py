@@ -1,4 +1,4 @@
-"""Read stored tensors piece by piece from files directly into place, in bounded memory; CRC-32 of their bytes."""
+"""Read stored tensors piece by piece from files directly into place, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
 import torch
 
+from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, brief
 from meshpar.weights.rules import Spans, overlap, within
-
-try:  # multiplies without carries, by an instruction of Intel and Arm: as fast as reading the memory
-    from isal.isal_zlib import crc32 as crc32
-except ImportError:  # optional, in the extra "train"
-    from zlib import crc32 as crc32
 
 TILE_BYTES = 4 << 20  # of tensors that are rearranged
 # Of bytes that go through as they are: stays in a core's cache. The kernel looks for memory in one piece for larger
@@ -33,7 +28,6 @@ BLOCK_BYTES = 512 << 10
 PAGE_BYTES = 4096  # of the page cache
 # Of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again.
 ALIGNMENT = 64
-_POLYNOMIAL = 0xEDB88320
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors by their names
 Dtypes = Mapping[str, torch.dtype]
@@ -231,35 +225,6 @@ class Turns:
     def wait(self) -> None:
         for _, copied in self._tiles:
             copied.synchronize()
-
-
-def combine_sums(first: int, second: int, second_bytes: int) -> int:
-    """Return the CRC-32 of two pieces from that of each and the second's length (zlib, ``crc32_combine``)."""
-    return _multiply(_shift(second_bytes), first) ^ second
-
-
-def _multiply(a: int, b: int) -> int:
-    """Multiply two polynomials modulo the CRC's; the highest bit is x^0."""
-    product, bit = 0, 1 << 31
-    while a:
-        if a & bit:
-            product ^= b
-            a ^= bit
-        bit >>= 1
-        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
-    return product
-
-
-@lru_cache(maxsize=4096)
-def _shift(count: int) -> int:
-    """Return x^(8 * count) modulo the CRC's polynomial."""
-    power, square = 1 << 31, 1 << 23  # x^0 and x^8
-    while count:
-        if count & 1:
-            power = _multiply(square, power)
-        square = _multiply(square, square)
-        count >>= 1
-    return power
 
 
 @contextmanager

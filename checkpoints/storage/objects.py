@@ -18,7 +18,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from typing import Any, ClassVar, TypeVar, final
 
-from meshpar.checkpoints.storage.files import OrderedBytes, Readable, combine_sums, crc32
+from meshpar.checkpoints.storage.checksums import combine_sums, crc32
+from meshpar.checkpoints.storage.files import OrderedBytes, Readable
 from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.process.imports import need
 

@@ -37,8 +37,8 @@ from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import PRESETS, TransformerConfig
 from meshpar.passes.usual import passes_for
 from meshpar.plan import Plan
+from meshpar.training.adamw_and_schedules import AdamWSettings, Schedule
 from meshpar.training.lora import LoRA
-from meshpar.training.optimizer import AdamWSettings, Schedule
 from meshpar.training.settings import TrainSettings
 
 

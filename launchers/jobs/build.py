@@ -33,10 +33,10 @@ from meshpar.optim.matrices import parameter_groups
 from meshpar.parallelized import Parallelized
 from meshpar.plan import Plan
 from meshpar.state.averaging import Averaged
+from meshpar.training.adamw_and_schedules import AdamWSettings, Schedule, build_adamw, scale_rates, scaled_rate
 from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples, check_whole
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective, freeze
-from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, scale_rates, scaled_rate
 from meshpar.training.settings import TrainSettings
 from meshpar.training.tracking import usable
 

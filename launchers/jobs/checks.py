@@ -30,11 +30,11 @@ from meshpar.launchers.recipes.recipe import Recipe, UntrustedError
 from meshpar.launchers.recipes.sections import DataSection, Own, OwnOptimizer
 from meshpar.plan import lost_replica_problems
 from meshpar.process.imports import expanded
+from meshpar.training.adamw_and_schedules import check_elementwise
 from meshpar.training.chat import ChatSource
 from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.experts import balance_problems
 from meshpar.training.objectives import teacher_problems
-from meshpar.training.optimizer import check_elementwise
 from meshpar.training.samples import tokenizers_problem
 from meshpar.training.text import PACKED, UNPLAIN, TextSource, kind_of
 from meshpar.training.tokenizer import train_bpe

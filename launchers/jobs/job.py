@@ -35,12 +35,12 @@ from meshpar.passes.pipeline.running import Layers
 from meshpar.process.imports import expanded
 from meshpar.process.leftovers import write_durably
 from meshpar.state.averaging import Averaged
+from meshpar.training.adamw_and_schedules import HasModes, LossScaler
 from meshpar.training.elastic import Replicas
 from meshpar.training.lighthouse import this_replica
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters
 from meshpar.training.metrics import flops_per_token
-from meshpar.training.optimizer import HasModes, LossScaler
 from meshpar.training.settings import Outcome
 from meshpar.training.stop import StopRequest
 from meshpar.training.tracking import METRICS, SENT

@@ -12,8 +12,8 @@ from pydantic import ConfigDict, Field
 from meshpar.launchers.recipes.schema import Dtype, Section, section_of
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig
+from meshpar.training.adamw_and_schedules import AdamWSettings, Scaling, Schedule
 from meshpar.training.lora import LoRA
-from meshpar.training.optimizer import AdamWSettings, Scaling, Schedule
 from meshpar.training.settings import Bound, Count, Every, Part, TrainSettings
 
 _TransformerFields: Any = section_of(TransformerConfig)
@@ -247,7 +247,7 @@ class Rated(Section):
 
     Attributes:
         lr: peak learning rate of the schedule.
-        scale_lr: growth of ``lr`` with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
+        scale_lr: growth of ``lr`` with the data ranks, see :func:`meshpar.training.adamw_and_schedules.scaled_rate`.
         rates: factors of the learning rate by pattern of modules or parameters: ``{embed: 0.1}``.
         layer_decay: factor of the rate of each block, from the last one down; see :func:`meshpar.training.scale_rates`.
     """
@@ -259,7 +259,7 @@ class Rated(Section):
 
 @final
 class OptimizerSection(_AdamWFields, Rated):
-    """AdamW, see :class:`meshpar.training.optimizer.AdamWSettings`."""
+    """AdamW, see :class:`meshpar.training.adamw_and_schedules.AdamWSettings`."""
 
     name: Literal["adamw"] = "adamw"
 
@@ -277,7 +277,7 @@ Optimizer = Annotated[OptimizerSection | OwnOptimizer, Field(discriminator="name
 
 @final
 class ScheduleSection(_ScheduleFields):
-    """The learning rate, whose peak is the optimizer's; see :class:`meshpar.training.optimizer.Schedule`."""
+    """The learning rate, whose peak is the optimizer's; see :class:`meshpar.training.adamw_and_schedules.Schedule`."""
 
 
 @final

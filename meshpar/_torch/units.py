@@ -179,6 +179,7 @@ class Units:
 
     def around_forwards(
         self,
+        *,
         before: Callable[[str, nn.Module], None],
         gathered: Sequence[Callable[[str, nn.Module], object]],
         computed: Sequence[Callable[[str, nn.Module], object]],
@@ -302,7 +303,7 @@ class Units:
                     ):
                         parameter._setattr_on_modules(parameter.sharded_param)
 
-    def run(self, unit: Any) -> None:
+    def note_trained(self, unit: Any) -> None:
         """Remember which parameters want gradients when a unit runs a forward."""
         for group in self._of_units[unit]:
             trained = [parameter.sharded_param.requires_grad for parameter in group.fsdp_params]

@@ -1,4 +1,4 @@
-"""The guards of one parallel module that meshpar itself has, a concern a file."""
+"""The guards of meshpar itself, a concern a file: a new one is a ``Guard`` (``step/moment.py``) in ``own_guards``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from meshpar.guards.losses import WholeSequences
 from meshpar.guards.optimizers import Optimizers
 from meshpar.guards.placed_parameters import PlacedParameters, WrittenInForward
 from meshpar.guards.stage_numbers import StageNumbers
-from meshpar.step.gradients import LeftGradients
 from meshpar.step.moment import Guard, Guarded
+from meshpar.step.outside_gradients import LeftGradients
 
 
 def own_guards(guarded: Guarded) -> tuple[list[Guard], list[Guard]]:

@@ -25,8 +25,8 @@ from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.random import draws_random
 from meshpar.state.initialize import state
-from meshpar.step.gradients import UnusedGradients
 from meshpar.step.moment import Guard, Guarded
+from meshpar.step.outside_gradients import UnusedGradients
 from meshpar.tensors.digests import digest, digest_of
 
 _SAME_BATCH = (

@@ -19,8 +19,8 @@ from meshpar.exchange.ranks import Largest
 from meshpar.guards.placed_parameters import PlacedParameters
 from meshpar.passes.recompute import Recomputed
 from meshpar.step.backward import STALE
-from meshpar.step.gradients import LeftGradients
 from meshpar.step.moment import Forward, Guard, Guarded
+from meshpar.step.outside_gradients import LeftGradients
 from meshpar.tensors.placements import local_tensor, sharded_axes
 
 Versions = Sequence[tuple[Tensor, int]]

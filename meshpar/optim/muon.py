@@ -17,7 +17,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.optim.matrices import Matrices, OwnedMatrix, Owners, Place, Round, matrices_of, shares
 from meshpar.parallelized import Parallelized
 from meshpar.passes.pipeline.portion import first_covering
-from meshpar.step.run import layout_of
+from meshpar.step.forward import layout_of
 from meshpar.tensors.placements import held_by_this_rank, local_gradient, local_tensor
 
 _ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix may be larger

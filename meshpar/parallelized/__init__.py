@@ -1,6 +1,6 @@
 """Parallelized: a module that trains on a mesh, and the operations that need the mesh, a subject a file.
 
-A call of ``par.module`` does not come here: it goes through ``step/run.py``.
+A call of ``par.module`` does not come here: it goes through ``step/forward.py``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.exchange.rank_digests import check_replicas
 from meshpar.parallelized.ranks import ModuleOnMesh
-from meshpar.passes.data.unit_collectives import ReplicaShards
+from meshpar.passes.data.gather_and_reduce import ReplicaShards
 from meshpar.process.waiting import reads_of
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay, averages_of

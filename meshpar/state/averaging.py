@@ -16,7 +16,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.process.waiting import reads_of
 from meshpar.state.full import misfits
-from meshpar.step.run import run_of
+from meshpar.step.forward import run_of
 from meshpar.tensors.placements import local_tensor, placed_like, whole_tensor
 
 

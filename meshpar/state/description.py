@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import class_name
-from meshpar.passes.data.unit_collectives import ReplicaShards
+from meshpar.passes.data.gather_and_reduce import ReplicaShards
 from meshpar.state.drawing import table
-from meshpar.step.run import fact_of
+from meshpar.step.forward import fact_of
 from meshpar.tensors.placements import local_tensor, shard_dim
 
 ADAM_STATE_TENSORS = 2

@@ -22,8 +22,8 @@ from meshpar.core.errors import MeshparError
 from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.waiting import reads_of
+from meshpar.step.forward import fact_of, run_of
 from meshpar.step.moment import Moment
-from meshpar.step.run import fact_of, run_of
 from meshpar.tensors.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 
 BLOCKS = "_blocks"

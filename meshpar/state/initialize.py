@@ -21,7 +21,7 @@ from meshpar.core.patterns import class_name, covers, matches, suggestion, tied_
 from meshpar.exchange.rank_digests import check_equal
 from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.passes.tensor import random
-from meshpar.step.run import run_of
+from meshpar.step.forward import run_of
 from meshpar.tensors.placements import held_by_this_rank, local_tensor
 from meshpar.weights import Mapped, WeightSource, dtypes_of
 

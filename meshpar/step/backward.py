@@ -16,8 +16,8 @@ from meshpar._torch.autograd import Node, at_end_of_backward, in_backward, next_
 from meshpar._torch.unit_backwards import UnitBackwards, UnitRun
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
-from meshpar.step.gradients import average_outside
 from meshpar.step.moment import Forward, HandsOn, Listeners, Moment
+from meshpar.step.outside_gradients import average_outside
 from meshpar.tensors.digests import leaves
 
 

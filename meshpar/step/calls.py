@@ -61,8 +61,7 @@ class Calls:
     def __init__(self, module: nn.Module, explain: Explain | None) -> None:
         self._module, self._explain = module, explain
         self.depth, self.reads = 0, reads_of(module)
-        # once all parameters have values
-        self.allowed = False
+        self.has_values = False
         # of units that a method of the module's own calls in inference mode, which they leave
         self.outside: dict[nn.Module, ExitStack] = {}
         self._method: Callable[..., Any] | None = None

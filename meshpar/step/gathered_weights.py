@@ -26,7 +26,7 @@ _WRITTEN = (
 
 
 class Slices(Protocol):
-    """The slices of which replicas gather their shards once a step (``passes/data/unit_collectives.py``)."""
+    """The slices of which replicas gather their shards once a step (``passes/data/gather_and_reduce.py``)."""
 
     def changed(self) -> None:
         """The slices may have changed: gather anew."""

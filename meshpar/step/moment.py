@@ -1,6 +1,6 @@
 """The moments of a step: what happens around the calls, backwards and optimizer steps of one parallel module.
 
-A mechanism of a pass is a moment, and so is a guard, which only refuses. ``step/run.py`` has them in one ordered list.
+A mechanism of a pass is a moment, and so is a guard, which only refuses. ``step/forward.py`` has the ordered list.
 """
 
 from __future__ import annotations

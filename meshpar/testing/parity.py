@@ -21,8 +21,8 @@ from meshpar.losses.token_loss import IGNORE_INDEX, token_loss
 from meshpar.parallelized import Parallelized
 from meshpar.passes.data.batch_norm import has_batch_norm
 from meshpar.plan import Plan
+from meshpar.step.forward import Run
 from meshpar.step.moment import Guarded, Moment
-from meshpar.step.run import Run
 from meshpar.tensors.placements import whole_tensor
 
 

@@ -8,6 +8,7 @@ from meshpar.process.imports import lazily
 
 if TYPE_CHECKING:
     from meshpar.process.devices import peak_flops
+    from meshpar.training.adamw_and_schedules import AdamWSettings, LossScaler, Schedule, build_adamw, scale_rates
     from meshpar.training.data import Batches, LoaderSettings
     from meshpar.training.elastic import Change, Replicas
     from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples, generate, log_likelihoods
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
     from meshpar.training.metrics import peak_memory
     from meshpar.training.objectives import CausalLM, Distillation, Objective, Seq2Seq, SequenceClassification, freeze
-    from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw, scale_rates
     from meshpar.training.samples import LabelledExamples, MixedSamples, PackedTokens, PairedExamples
     from meshpar.training.settings import TrainSettings
     from meshpar.training.tokens import TokenFile, write_tokens
@@ -40,7 +40,7 @@ _HOMES = {
     "loop": ("Trainer",), "lora": ("Adapters", "LoRA", "WithAdapters", "add_adapters"),
     "metrics": ("peak_flops", "peak_memory"),
     "objectives": ("CausalLM", "Distillation", "Objective", "Seq2Seq", "SequenceClassification", "freeze"),
-    "optimizer": ("AdamWSettings", "LossScaler", "Schedule", "build_adamw", "scale_rates"),
+    "adamw_and_schedules": ("AdamWSettings", "LossScaler", "Schedule", "build_adamw", "scale_rates"),
     "samples": ("LabelledExamples", "MixedSamples", "PackedTokens", "PairedExamples"), "settings": ("TrainSettings",),
     "tokens": ("TokenFile", "write_tokens"), "tracking": ("TrackedRun", "Tracker", "Trackers", "facts_of"),
 }  # fmt: skip

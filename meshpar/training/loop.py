@@ -21,13 +21,13 @@ from meshpar.exchange.rank_digests import check_equal
 from meshpar.parallelized import Parallelized
 from meshpar.passes.tensor.random import mix
 from meshpar.state.averaging import Averaged
+from meshpar.training.adamw_and_schedules import HasModes, LossScaler, Schedule, use_evaluation_values
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
 from meshpar.training.elastic import Change, Replicas
 from meshpar.training.evaluation import Evaluation
 from meshpar.training.metrics import Ended, Meter, Reporter, Reports
 from meshpar.training.objectives import Objective
-from meshpar.training.optimizer import HasModes, LossScaler, Schedule, use_evaluation_values
 from meshpar.training.settings import Every, Outcome, TrainSettings
 from meshpar.training.step import BatchLosses, TrainStep
 from meshpar.training.stop import StopAskedError, StopRequest

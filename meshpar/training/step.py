@@ -18,10 +18,10 @@ from meshpar.core.passes import Role
 from meshpar.losses.token_loss import IGNORE_INDEX, token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.state.averaging import Averaged
+from meshpar.training.adamw_and_schedules import LossScaler
 from meshpar.training.data import SampleSet, TensorBatch
 from meshpar.training.experts import ExpertLoad
 from meshpar.training.objectives import Objective
-from meshpar.training.optimizer import LossScaler
 from meshpar.training.settings import TrainSettings
 from meshpar.training.stop import StopRequest
 

@@ -24,9 +24,9 @@ from meshpar.passes.pipeline.messages import Header
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.positions.parallel import selected
 from meshpar.passes.tensor import random
+from meshpar.training.adamw_and_schedules import AdamWSettings, LossScaler, Schedule, build_adamw
 from meshpar.training.loop import Trainer
 from meshpar.training.objectives import CausalLM
-from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw
 from meshpar.training.settings import TrainSettings
 from tests.accelerator.races import Races
 from tests.accelerator.simulated import allocate, alone, install, simulated

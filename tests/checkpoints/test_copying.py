@@ -13,8 +13,9 @@ import torch
 
 from meshpar.checkpoints.format.copying import TURN_BYTES, WAYS, Copier, Pace, Way
 from meshpar.checkpoints.storage import disk, files
+from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.disk import ReadFile, WrittenBehind
-from meshpar.checkpoints.storage.files import Box, crc32, memory_of
+from meshpar.checkpoints.storage.files import Box, memory_of
 from meshpar.core.errors import CheckpointError
 
 CASTS = [

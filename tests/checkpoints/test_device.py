@@ -19,8 +19,9 @@ from meshpar.checkpoints.steps.planning import Planning
 from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.storage import files
+from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.disk import ReadFile
-from meshpar.checkpoints.storage.files import Box, Turns, crc32
+from meshpar.checkpoints.storage.files import Box, Turns
 from meshpar.checkpoints.storage.place import place
 from meshpar.core import runtime
 from meshpar.state.offloading import Slab

@@ -12,8 +12,9 @@ from meshpar.checkpoints.format.archive import find_tensor
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint
 from meshpar.checkpoints.format.writing import TensorPart, make_manifest, whole, write_file
 from meshpar.checkpoints.steps.steps import Steps
+from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.disk import ReadFile
-from meshpar.checkpoints.storage.files import crc32, memory_of
+from meshpar.checkpoints.storage.files import memory_of
 from meshpar.core.errors import CheckpointError
 
 BLOCK = memoryview(bytes(64 << 20))

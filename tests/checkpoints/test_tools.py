@@ -27,8 +27,9 @@ from meshpar.checkpoints import (
 from meshpar.checkpoints.export.published import published_model
 from meshpar.checkpoints.format.archive import find_tensor, write_tensor
 from meshpar.checkpoints.steps.state import merged_tables
+from meshpar.checkpoints.storage.checksums import combine_sums
 from meshpar.checkpoints.storage.disk import ReadFile
-from meshpar.checkpoints.storage.files import combine_sums, memory_of
+from meshpar.checkpoints.storage.files import memory_of
 from meshpar.core.errors import CheckpointError
 from meshpar.launchers.export import names_of_ours
 from meshpar.models import Transformer, TransformerConfig

@@ -58,7 +58,7 @@ MEASURED = {
         "architectures.py": "models.huggingface training.documents",
         "checkpoint.py": "checkpoints.storage.disk checkpoints.storage.files tensors.placements",
         "chunked_loss.py": "losses.chunked forecasting.recorder",
-        "exchanges.py": "_torch.groups passes.data.unit_collectives passes.tensor.collectives exchange.ranks",
+        "exchanges.py": "_torch.groups passes.data.gather_and_reduce passes.tensor.collectives exchange.ranks",
         "forecast_accuracy.py": "forecasting.api forecasting.extrapolate forecasting.simulate",
         "fuzz_hostile.py": "launchers.cli launchers.commands.publishing launchers.commands.train training.evaluation "
         "launchers.targets.kubernetes launchers.targets.launching launchers.targets.skypilot launchers.targets.slurm",
@@ -400,7 +400,7 @@ def test_profiles_repeat_no_peak():
 def test_a_setting_has_one_dataclass():
     """The sections of a recipe repeat no field of the settings that they are made from."""
     from meshpar.launchers.recipes.sections import OptimizerSection, ScheduleSection, TrainingSection
-    from meshpar.training.optimizer import AdamWSettings, Schedule
+    from meshpar.training.adamw_and_schedules import AdamWSettings, Schedule
     from meshpar.training.settings import TrainSettings
 
     for section, settings in (

@@ -6,7 +6,7 @@ import torch
 from meshpar import CheckpointError, FullyShard, MeshparError, PipelineParallel, Plan, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.testing import on_ranks
-from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, scale_rates
+from meshpar.training.adamw_and_schedules import AdamWSettings, Schedule, build_adamw, scale_rates
 from tests.support.models_for_parity import VOCAB, gpt2, t5
 
 PLANS = {"dp_shard=2,tp=2": [TensorParallel(), FullyShard()], "dp_shard=4": [FullyShard()]}

@@ -24,7 +24,7 @@ from meshpar.launchers.jobs.build import batch_of, forecast_job
 from meshpar.launchers.jobs.job import run_job
 from meshpar.launchers.recipes.loading import load_recipe, shipped
 from meshpar.testing import launch
-from meshpar.training.optimizer import AdamWSettings, build_adamw
+from meshpar.training.adamw_and_schedules import AdamWSettings, build_adamw
 
 pytest.importorskip("transformers")
 

@@ -30,7 +30,7 @@ from meshpar.launchers.export import export_run
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.testing import on_ranks
-from meshpar.training.optimizer import Schedule
+from meshpar.training.adamw_and_schedules import Schedule
 from meshpar.training.stop import StopRequest
 from meshpar.training.tokenizer import byte_tokenizer
 from meshpar.training.tokens import write_tokens

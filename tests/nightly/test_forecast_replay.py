@@ -24,7 +24,7 @@ from meshpar.forecasting.step import Batch, record_step, summed_token_loss
 from meshpar.forecasting.trace import Trace
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.testing import launch
-from meshpar.training.optimizer import AdamWSettings, build_adamw
+from meshpar.training.adamw_and_schedules import AdamWSettings, build_adamw
 from tests.support.stages import Crossing
 
 SHAPE = TransformerConfig(vocab_size=514, dim=64, layers=2, heads=4, kv_heads=2, hidden=96, max_positions=64)

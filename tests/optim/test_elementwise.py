@@ -11,7 +11,7 @@ from meshpar import FullyShard, MeshparError, Plan, TensorParallel
 from meshpar.core import registry
 from meshpar.launchers.jobs.build import own_optimizer
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
-from meshpar.training.optimizer import check_elementwise, use_evaluation_values
+from meshpar.training.adamw_and_schedules import check_elementwise, use_evaluation_values
 from tests.optim import given
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily

@@ -558,7 +558,7 @@ ROWS = [
     .helps("register as a buffer what forward updates", lambda: halved("buffer")),
     Tested("set_force_sum_reduction_for_comms")
     .by(
-        "tests/passes/data/test_unit_collectives.py::test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it"
+        "tests/passes/data/test_gather_and_reduce.py::test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it"
     )
     .helps(
         "call set_force_sum_reduction_for_comms(True) on the same modules",

@@ -25,11 +25,11 @@ from meshpar.optim import Muon, SmallAdamW
 from meshpar.testing import on_ranks
 from meshpar.testing.parity import in_this_process
 from meshpar.training import CausalLM, Distillation, ExpertLoad, SequenceClassification, build_adamw, freeze
+from meshpar.training.adamw_and_schedules import AdamWSettings, Schedule, check_elementwise, scale_rates
 from meshpar.training.elastic import Replicas
 from meshpar.training.evaluation import generate
 from meshpar.training.lighthouse import Lighthouse
 from meshpar.training.lora import LoRA, add_adapters
-from meshpar.training.optimizer import AdamWSettings, Schedule, check_elementwise, scale_rates
 from meshpar.training.samples import MappedSamples
 from meshpar.training.trackers import WandB
 from tests.core.test_optimizer_groups import told_rates

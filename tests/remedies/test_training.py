@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from meshpar import ContextParallel, ExpertsLayout, FullyShard, ModelLayout, Plan, TensorParallel
+from meshpar.training.adamw_and_schedules import Schedule, check_elementwise
 from meshpar.training.chat import ChatSource
 from meshpar.training.data import Batches, LoaderSettings
 from meshpar.training.evaluation import Samples
@@ -24,7 +25,6 @@ from meshpar.training.examples import RecordSource, prepare_examples
 from meshpar.training.experts import balance_problems
 from meshpar.training.lora import LoRA
 from meshpar.training.objectives import teacher_problems
-from meshpar.training.optimizer import Schedule, check_elementwise
 from meshpar.training.samples import MixedSamples, PackedTokens, tokenizers_problem
 from meshpar.training.settings import TrainSettings
 from meshpar.training.template import TEMPLATES, ChatTemplate, chat_template

@@ -29,9 +29,9 @@ from meshpar.launchers.export import export_adapters, merge_adapters
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import Memory, on_ranks, token_steps, whole
 from meshpar.testing.parity import Record, assert_records_match, in_this_process, train_steps
+from meshpar.training.adamw_and_schedules import AdamWSettings, build_adamw
 from meshpar.training.experts import ExpertLoad
 from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
-from meshpar.training.optimizer import AdamWSettings, build_adamw
 from tests.support.models_for_parity import VOCAB, huggingface, huggingface_gpt2
 from tests.support.tiers import daily
 

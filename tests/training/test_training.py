@@ -26,11 +26,11 @@ from meshpar.models import Transformer, TransformerConfig
 from meshpar.passes.tensor.random import mix
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks, whole
+from meshpar.training.adamw_and_schedules import AdamWSettings, LossScaler, Schedule, build_adamw, scaled_rate
 from meshpar.training.data import Batches
 from meshpar.training.loop import Trainer
 from meshpar.training.metrics import Console, JsonLines, Meter, peak_flops
 from meshpar.training.objectives import CausalLM
-from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw, scaled_rate
 from meshpar.training.samples import PackedTokens
 from meshpar.training.settings import TrainSettings
 from meshpar.training.step import Skips

@@ -1,7 +1,7 @@
 """FullyShard, HybridShard and Replicate: FSDP2, which averages the gradients of a unit at the end of its backward.
 
-Other gradients are averaged or summed in ``whole_parameters.py``, ``unit_collectives.py``, ``step/gradients.py`` and
-the backward of ``passes/tensor/collectives.py``.
+Other gradients are averaged or summed in ``whole_parameters.py``, ``gather_and_reduce.py``,
+``step/outside_gradients.py`` and the backward of ``passes/tensor/collectives.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
 from meshpar.core.passes import Facts, Installed, Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, suggestion
-from meshpar.passes.data.unit_collectives import ReplicaShards, exchange_directly
+from meshpar.passes.data.gather_and_reduce import ReplicaShards, exchange_directly
 from meshpar.passes.data.whole_parameters import WholeParameters, kept_whole
 from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.pipeline.running import Layers

@@ -14,7 +14,7 @@ from meshpar.core.passes import unmatched
 from meshpar.core.patterns import covers
 from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.stand_ins import Carried
-from meshpar.step.run import Run, run_of
+from meshpar.step.forward import Run, run_of
 
 
 @final

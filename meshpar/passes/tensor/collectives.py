@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshpar._torch.groups import collective_ops as ops
 from meshpar.core import runtime
-from meshpar.passes.data.unit_collectives import swaps, to_the_other
+from meshpar.passes.data.gather_and_reduce import swaps, to_the_other
 
 
 @final

@@ -27,7 +27,7 @@ from meshpar.optim.matrices import parameter_groups
 from meshpar.parallelized import Parallelized
 from meshpar.passes.pipeline.portion import first_covering
 from meshpar.passes.pipeline.running import Layers
-from meshpar.step.run import fact_of, layout_of
+from meshpar.step.forward import fact_of, layout_of
 from meshpar.tensors.placements import by_device, local_tensor
 from meshpar.training.settings import Bound, Count, Part, bound_problems
 

@@ -21,9 +21,9 @@ from meshpar.passes.pipeline.stand_ins import is_idle
 from meshpar.passes.tensor.context import Context
 from meshpar.state.full import OptimizerStates, refuse_copies
 from meshpar.step.calls import installed
-from meshpar.step.gradients import GradientHooks, LeftGradients, UnusedGradients
+from meshpar.step.forward import Run, inside_a_call
 from meshpar.step.moment import Guarded, MakesGuards, Moment
-from meshpar.step.run import Run, inside_a_call
+from meshpar.step.outside_gradients import GradientHooks, LeftGradients, UnusedGradients
 from meshpar.trials.engine import report
 from meshpar.trials.experts import watch_experts
 from meshpar.trials.positions import MixingTest

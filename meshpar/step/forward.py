@@ -1,5 +1,5 @@
 """Run: one parallel module, what its plan installed, and the door through which every call of it goes: the moments
-(``step/moment.py``) around calls, backwards and steps. Stages have a door around it (``passes/pipeline/running.py``).
+(``step/moment.py``) around calls, backwards and steps. Stages have a door around it (``passes/pipeline/edges.py``).
 """
 
 from __future__ import annotations
@@ -108,8 +108,12 @@ class Run:
         if self.units.modules or self.guards != "off":
             checks = _refuse_reduced, _before_every_backward, _after_failures
             while_lives(self, "backwards", functools.partial(check_backwards, *checks))
-        looks = self._listeners.at[Moment.unit_gathered], self._listeners.at[Moment.after_unit]
-        self.units.around_forwards(self._before_unit, *looks, self._after_unit)
+        self.units.around_forwards(
+            before=self._before_unit,
+            gathered=self._listeners.at[Moment.unit_gathered],
+            computed=self._listeners.at[Moment.after_unit],
+            after=self._after_unit,
+        )
         self.backward.mark()
 
     # A call of the module
@@ -119,12 +123,15 @@ class Run:
         if self.calls.depth or in_backward():
             return self.calls.explained(inner, args, kwargs)
         self.calls.depth += 1
-        run, trials = self.calls.explained, self.first_runs
+        run_explained, trials = self.calls.explained, self.first_runs
         try:
             with _as_trained(bool(self.units.modules) or (trials is not None and trials.leaves_inference_mode)):
                 self._before_forward(args, kwargs)
                 try:
-                    output = run(inner, args, kwargs) if trials is None else trials.run(run, inner, args, kwargs)
+                    if trials is None:
+                        output = run_explained(inner, args, kwargs)
+                    else:
+                        output = trials.run(run_explained, inner, args, kwargs)
                 except Exception:
                     self._after_error()
                     raise
@@ -141,7 +148,7 @@ class Run:
         if self.calls.reads.away:
             self.calls.reads.check("the module")
         self.backward.unwind()
-        if not self.calls.allowed:
+        if not self.calls.has_values:
             self._check_values()
         self.backward.mark()
         self.units.hide()
@@ -162,7 +169,7 @@ class Run:
             raise MeshparError(
                 f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first forward"
             )
-        self.calls.allowed = True
+        self.calls.has_values = True
 
     @eager
     def _after_error(self) -> None:
@@ -197,7 +204,7 @@ class Run:
             look(name, unit)
         self.units.show(unit)
         if not recomputes and torch.is_grad_enabled():
-            self.units.run(unit)
+            self.units.note_trained(unit)
             self.backward.entrances.opens(unit)
 
     def _begin_outside(self) -> None:
