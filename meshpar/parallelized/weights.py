@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,12 +18,14 @@ from meshpar.core.passes import Role
 from meshpar.exchange.rank_digests import check_replicas
 from meshpar.parallelized.ranks import ModuleOnMesh
 from meshpar.passes.data.gather_and_reduce import ReplicaShards
+from meshpar.passes.pipeline.running import Layers
 from meshpar.process.waiting import reads_of
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay, averages_of
 from meshpar.state.full import gather_state, scatter_state
 from meshpar.state.offloading import on_the_host
-from meshpar.tensors.placements import like, whole
+from meshpar.tensors.digests import digest_of_elements
+from meshpar.tensors.placements import joined_over_axes, like, sharded_axes, whole
 from meshpar.weights import WeightSource
 
 
@@ -196,3 +199,27 @@ class ModuleWeights(ModuleOnMesh):
         self.run.agree("par.check_replicas")
         state, layers = dict(initialize.state(self.module)), self.resolved.divided(Role.LAYERS)
         check_replicas(state, self.resolved.held, other_names=bool(layers))
+
+    def digest(self) -> int:
+        """Return a number, below 2**52, made of the bits of all parameters: equal on every mesh for equal weights.
+
+        ``meshpar train`` writes it with ``training.digest_every``. A difference by chance has the odds 2**-52.
+
+        Collective: every rank calls it.
+        """
+        reads_of(self.module).check("par.digest()")
+        self.reshard()
+        self.run.agree("par.digest")
+        groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
+        layers = self.run.find(Layers)
+        elsewhere = set[int]() if layers is None else layers.counted_elsewhere()
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        sums: dict[frozenset[str], Tensor] = {}
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in elsewhere:
+                axes = frozenset(sharded_axes(parameter)).intersection(groups)
+                sums[axes] = sums.get(axes, zero) + digest_of_elements(parameter, name).to(self.device)
+        total = joined_over_axes(sums, groups, 1.0, zero).clone()
+        if layers is not None:
+            dist.all_reduce(total, group=layers.group)
+        return int(total) % 2**52

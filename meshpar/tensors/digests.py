@@ -11,10 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshpar.tensors.placements import held_by_this_rank, local_tensor
+
 FACTOR = 6364136223846793005
 """By which a digest is multiplied before the next is added, in wrapping 64-bit arithmetic."""
 _CHUNK = 1 << 18  # words of 8 bytes
 _PRIME = 1_000_003
+_MIXES = ((33, FACTOR), (29, 1442695040888963407), (32, 1))  # a word's bits reach all others
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -43,6 +47,31 @@ def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device="cpu")
     for tensor in tensors:
         total = total * FACTOR + digest(tensor).cpu()
+    return total
+
+
+def digest_of_elements(tensor: Tensor, name: str) -> Tensor:
+    """Return the sum of hashes of the elements of this rank's part, each of its bits and its place in the whole.
+
+    The sums of parts add up, in wrapping 64-bit arithmetic, to that of the whole, however it is cut.
+    """
+    part, shape, box = local_tensor(tensor).resolve_conj().resolve_neg(), tensor.shape, held_by_this_rank(tensor)
+    if part.is_complex():
+        part, shape, box = torch.view_as_real(part), (*shape, 2), (*box, slice(0, 2))
+    bits = part.contiguous().reshape(-1).view(_INTEGERS[part.element_size()])
+    total, sizes = torch.full((), zlib.crc32(name.encode()), dtype=torch.int64, device=part.device), part.shape
+    key = total * FACTOR
+    total = total * (not any(span.start for span in box))  # an empty tensor counts, too: by its name, once
+    for start in range(0, bits.numel(), _CHUNK):
+        rest = torch.arange(start, min(start + _CHUNK, bits.numel()), device=part.device)
+        index, stride = torch.zeros_like(rest), 1
+        for size, whole, span in zip(reversed(sizes), reversed(shape), reversed(box), strict=True):
+            index.add_(rest.remainder(size).add_(span.start), alpha=stride)
+            rest, stride = rest.div(size, rounding_mode="floor"), stride * whole
+        mixed = bits[start : start + _CHUNK].to(torch.int64) + index * _PRIME + key
+        for shift, odd in _MIXES:
+            mixed = (mixed ^ (mixed >> shift)) * odd
+        total = total + mixed.sum()
     return total
 
 

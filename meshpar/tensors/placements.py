@@ -182,7 +182,7 @@ def clip_grad_norms_(
     powers = {
         axes: torch.stack([_power(grads, norm_type, device).to(wide) for grads in over]) for axes, over in parts.items()
     }
-    joined = _joined(powers, groups, norm_type, torch.zeros(count, device=device))
+    joined = joined_over_axes(powers, groups, norm_type, torch.zeros(count, device=device))
     if apart is not None:
         dist.all_reduce(joined, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=apart.group)
     joined[0] = joined.max() if math.isinf(norm_type) else joined.sum()
@@ -198,10 +198,10 @@ def clip_grad_norms_(
     return norms
 
 
-def _joined(
+def joined_over_axes(
     powers: dict[frozenset[str], Tensor], groups: Mapping[str, dist.ProcessGroup], norm_type: float, none: Tensor
 ) -> Tensor:
-    """Join powers of norms, by the axes over which gradients are split, axis by axis, innermost first."""
+    """Join powers of norms, or other sums, by the axes over which tensors are split, axis by axis, innermost first."""
     largest = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     for axis in reversed(list(groups)):

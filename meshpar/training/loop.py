@@ -241,6 +241,8 @@ class Trainer:
                 grace_s=self.settings.grace_s,
             )
             batches = iter(self.data)
+            if not self.step:
+                self.reports.digest(self.par, 0, self.settings.digest_every)
             try:
                 stopped = self._make_up() if self.validations.owes else None
                 while not self.complete and stopped is None:
@@ -336,6 +338,7 @@ class Trainer:
         if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
             with self.reports.meter.paused():
                 self.par.check_replicas()
+        self.reports.digest(self.par, self.step, settings.digest_every)
         validates = last or _is_due(settings.validate_every, self.step, epoch_ended)
         self.validations.owes = self.validations.all if validates else []
         self.reports.forget(self.validations.owes)

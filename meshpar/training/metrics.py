@@ -55,6 +55,7 @@ _SHOWN = (
     ("memory_gib", "{:.2f} GiB"),
 )
 _EVALUATIONS = "eval/"
+DIGEST = "weights/digest"
 
 
 class Reporter(Protocol):
@@ -344,6 +345,12 @@ class Reports:
         """Send a record."""
         self.values |= record
         self._send(lambda reporter: reporter.report(record))
+
+    def digest(self, par: Parallelized, step: int, every: int | None) -> None:
+        """Send a digest of the weights where one is due: every so many steps. Collective."""
+        if every is not None and step % every == 0:
+            with self.meter.paused():
+                self.publish({"step": step, DIGEST: par.digest()})
 
     def note(self, text: str) -> None:
         """Send a line of text."""

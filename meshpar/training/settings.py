@@ -87,6 +87,8 @@ class TrainSettings:
             has one.
         check_replicas_every: steps between two comparisons of parameters that must be equal; None: only at the start.
             The start of a run always has one.
+        digest_every: steps between two digests of the weights (``weights/digest``), equal on every mesh for equal bits,
+            by which ``meshpar compare`` finds where two runs differ; a new run begins with one. None: none.
         clip: largest gradient norm; None: only measure the norm.
         norms: patterns of modules whose gradient norms are reported, too, as ``grad_norm/NAME``: ``[embed, layers.*]``.
         nonfinite: reaction to a loss or gradient that is not finite: ``"raise"``, or ``"skip"`` the step (float16 with
@@ -118,6 +120,7 @@ class TrainSettings:
     validate_steps: Count | None = None
     checkpoint_every: Every = None
     check_replicas_every: Count | None = None
+    digest_every: Count | None = None
     clip: Annotated[float, Bound(gt=0)] | None = 1.0
     norms: tuple[str, ...] = ()
     nonfinite: Literal["raise", "skip"] = "raise"
