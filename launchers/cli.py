@@ -68,8 +68,7 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
             if kwargs.get("debug"):
                 traceback.print_exc()
             else:
-                text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in redact(str(error)))
-                print(f"meshpar: {text}", file=sys.stderr)
+                print(f"meshpar: {_printable(redact(str(error)))}", file=sys.stderr)
             raise typer.Exit(exit_code(error)) from None
         except KeyboardInterrupt:
             print("meshpar: interrupted", file=sys.stderr)
@@ -77,6 +76,11 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
         raise typer.Exit(code or 0)
 
     return run
+
+
+def _printable(text: str) -> str:
+    """Return text of a file or an error without what a terminal takes as a command."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 @app.command()
@@ -258,6 +262,35 @@ def generate(
     completer = (Completer if engine == "transformers" else VllmCompleter)(model)
     text = completer.complete(prompt, how, chat=chat)
     print(prompt + text if completer.continues and not chat else text)
+
+
+@app.command()
+@_reported
+def runs(
+    root: Annotated[Path, Argument(help="Folder with the folders of runs, or a run's folder.")] = Path("runs"),
+    debug: Debug = False,
+) -> None:
+    """List runs: last record, steps, loss, rate, state."""
+    with quick_imports():
+        from meshpar.launchers.commands.runs import list_runs
+
+    print(_printable(list_runs(root)))
+
+
+@app.command()
+@_reported
+def compare(
+    one: Annotated[Path, Argument(help="A run's folder.")],
+    other: Annotated[Path, Argument(help="Another run's folder.")],
+    tolerance: Annotated[float, Option(help="Largest relative difference of values that are the same.", min=0.0)] = 0.0,
+    deep: Annotated[bool, Option("--deep", help="Also name the first tensor of checkpoints that differs.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Compare two runs: settings, values, curves, and the first step that differs."""
+    with quick_imports():
+        from meshpar.launchers.commands.runs import compare_runs
+
+    print(_printable(compare_runs(one, other, tolerance=tolerance, deep=deep)))
 
 
 @app.command()

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from meshpar.checkpoints.export import moving, safetensors
 from meshpar.checkpoints.export.moving import DividedTensor, NotingSource, PartOwners, RenamedSource, Tile
-from meshpar.checkpoints.export.published import Digest, bytes_of, clean_name, in_order
+from meshpar.checkpoints.export.published import Digest, bytes_of, clean_name
 from meshpar.checkpoints.export.quantizing import Quantization
 from meshpar.checkpoints.export.safetensors import ExportOptions, convert, export_safetensors, tiles_of
 from meshpar.checkpoints.export.target import free_target, make_beside
 from meshpar.checkpoints.format.copying import Progress
+from meshpar.checkpoints.format.manifest import in_order
 from meshpar.checkpoints.steps.planning import Planning
 from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.checkpoints.steps.saving import Noted, Saving

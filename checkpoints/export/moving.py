@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar._torch.groups import shared_timeout
-from meshpar.checkpoints.export.published import in_order
+from meshpar.checkpoints.format.manifest import in_order
 from meshpar.core import runtime
 from meshpar.tensors.placements import held_by_this_rank, local_index, local_tensor
 from meshpar.weights import TypedSource

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 
 from meshpar.checkpoints.format.copying import are_copied, check_piece, read_tiles
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint
-from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, read_manifest
+from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, in_order, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
 from meshpar.checkpoints.steps.steps import open_step
 from meshpar.checkpoints.storage.checksums import crc32
@@ -127,15 +127,6 @@ class PublishedModel:
     def pieces(self, name: str) -> list[Box]:
         origin = self.origin(name)
         return [] if origin is None else self._model.pieces(origin)
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Return names in the order of a published model, the same from every mesh: by parts, numbers as numbers."""
-
-    def parts(name: str) -> list[str | int]:
-        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
-
-    return sorted(names, key=parts)
 
 
 def in_files(shapes: Shapes, dtypes: Dtypes, limit: int, *, scaled: bool = False) -> dict[str, list[str]]:

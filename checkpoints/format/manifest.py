@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -21,6 +21,7 @@ from meshpar.weights.rules import Spans
 MANIFEST_NAME = "meshpar.json"
 MODEL = "model."  # prefix of the module's tensors in a checkpoint
 AVERAGES = "averages."  # prefix of the averages' tensors, before the name of the average and of the tensor
+RANDOM = "random."  # prefix of the ranks' random states
 FORMAT = "meshpar-checkpoint"
 VERSION = 2
 # The only key of an object that encodes a dict with keys of int, or a Counter.
@@ -273,3 +274,12 @@ def remedy(path: PlaceLike) -> str:
         return ""
 
     return either(path, disk=of_disk, store=lambda _: "")  # in a store each pattern is a listing
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return names in an order that is the same from every mesh: by parts, numbers as numbers."""
+
+    def parts(name: str) -> list[str | int]:
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+    return sorted(names, key=parts)

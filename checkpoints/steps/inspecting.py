@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from meshpar.checkpoints.format.copying import read_tiles
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint
-from meshpar.checkpoints.format.manifest import MODEL, Manifest, read_manifest
+from meshpar.checkpoints.format.manifest import MODEL, RANDOM, Manifest, in_order, read_manifest
 from meshpar.checkpoints.format.verify import Sums, verify_files
 from meshpar.checkpoints.steps.steps import Steps, checkpoints_in, open_step
 from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
-from meshpar.checkpoints.storage.place import PlaceLike, place
+from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError
 
 
@@ -86,15 +86,32 @@ def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
         for name in ("step", "mesh", "world_size", "plan", "extra", "metrics", "versions")
         if getattr(first, name) != getattr(second, name)
     ]
-    pairs = zip((first, second), folders)
-    sources = [DistributedCheckpoint(manifest.files_in(at), sums=Sums(manifest)) for manifest, at in pairs]
-    same = 0
-    for name in (name for name in first.tensors if name in second.tensors):
-        if difference := _difference(name, (first, second), sources):
-            lines.append(f"{name}: {difference}")
-        else:
-            same += 1
-    return "\n".join([*lines, f"{same} of {len(first.tensors)} tensors are the same"])
+    different = _differences(folders, (first, second))
+    lines += [f"{name}: {difference}" for name, difference in different.items() if difference]
+    return "\n".join([*lines, f"{list(different.values()).count(None)} of {len(first.tensors)} tensors are the same"])
+
+
+def first_difference(one: PlaceLike, other: PlaceLike) -> str:
+    """Return the first step, of those that two runs have saved, whose tensors differ, and the first such tensor."""
+    roots = [Steps(checkpoints_in(run)) for run in (one, other)]
+    steps = sorted(set(roots[0].committed()) & set(roots[1].committed()))
+    if not steps:
+        raise CheckpointError(
+            f"{one} and {other} have saved no step in common; expected two runs with the same checkpoint.every"
+        )
+    for step in steps:
+        folders = [root.folder(step) for root in roots]
+        manifests = [read_manifest(folder) for folder in folders]
+        texts = _differences(folders, manifests)
+        texts |= dict.fromkeys(manifests[0].tensors.keys() ^ manifests[1].tensors, "only one of the runs has it")
+        different = in_order(name for name, text in texts.items() if text and not name.startswith(RANDOM))
+        weights = [name for name in different if name.startswith(MODEL)]
+        if different:
+            first = (weights or different)[0]
+            parts = f"{len(weights)} tensors of the model and {len(different) - len(weights)} of the optimizer"
+            before = "the first that both have saved" if step == steps[0] else "and not before"
+            return f"checkpoints differ at step {step}, {before}, in {parts}; the first is {first}: {texts[first]}"
+    return f"checkpoints do not differ: every tensor of {', '.join(map(str, steps))} is the same in every bit"
 
 
 def prune_steps(root: PlaceLike, keep: int, *, best: str | None = None) -> str:
@@ -142,6 +159,14 @@ def remove_step(path: PlaceLike) -> str:
 
 def _no_steps(root: PlaceLike) -> CheckpointError:
     return CheckpointError(f"{root} has no checkpoints; give a run's folder, or its folder of checkpoints")
+
+
+def _differences(folders: Sequence[Place], manifests: Sequence[Manifest]) -> dict[str, str | None]:
+    """Return how each tensor that two steps have differs; None: not at all."""
+    pairs = zip(manifests, folders)
+    sources = [DistributedCheckpoint(manifest.files_in(at), sums=Sums(manifest)) for manifest, at in pairs]
+    names = (name for name in manifests[0].tensors if name in manifests[1].tensors)
+    return {name: _difference(name, manifests, sources) for name in names}
 
 
 def _difference(name: str, manifests: Sequence[Manifest], sources: Sequence[DistributedCheckpoint]) -> str | None:

@@ -108,10 +108,15 @@ class Lease:
         return {key: holder.get(key) for key in self._us} == self._us
 
 
-def is_written(folder: PlaceLike) -> bool:
-    """Return whether a live process holds the right to write a folder; waits for a sign of one on another host."""
+def is_written(folder: PlaceLike, *, patient: bool = True) -> bool:
+    """Return whether a live process holds the right to write a folder.
+
+    ``patient``: wait for a sign of one on another host; otherwise the age of its last sign decides.
+    """
     lease = Lease(folder)
     holder, _ = lease._read()
+    if holder and not patient and holder["host"] != lease._us["host"]:
+        return lease._path.untouched_s() < lease._dead_s
     return bool(holder) and lease._lives(holder)
 
 

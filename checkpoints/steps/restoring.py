@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from meshpar.checkpoints.format.manifest import MODEL, read_manifest
+from meshpar.checkpoints.format.manifest import MODEL, RANDOM, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
 from meshpar.checkpoints.steps import state
 from meshpar.checkpoints.steps.ranks import SavingRanks
@@ -182,7 +182,7 @@ class Restoring:
                 self._averages[called].updates, self._averages[called].calls = counts["updates"], counts["calls"]
 
     def _restore_random(self, same: bool) -> str:
-        prefix = f"random.rank-{self._ranks.rank}."
+        prefix = f"{RANDOM}rank-{self._ranks.rank}."
         names = [name for name in self._source.tensors if name.startswith(prefix)]
         if not same or not names:
             self._par.manual_seed(crc32(f"{self._manifest.seed} {self._manifest.step}".encode()))

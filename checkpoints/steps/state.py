@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshpar.checkpoints.format.dcp import Stored
-from meshpar.checkpoints.format.manifest import AVERAGES, MODEL
+from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, RANDOM
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError
 from meshpar.core.layout import ModelLayout
@@ -306,12 +306,12 @@ def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
     if (numpy := sys.modules.get("numpy")) is not None:
         name, words, *rest = numpy.random.get_state()
         state["numpy"] = _text([name, words.tolist(), *rest])
-    return {f"random.rank-{rank}.{kind}": value for kind, value in state.items()}
+    return {f"{RANDOM}rank-{rank}.{kind}": value for kind, value in state.items()}
 
 
 def set_random_state(rank: int, device: torch.device, state: Mapping[str, Tensor]) -> None:
     """Set this rank's generators to a state from :func:`random_state`."""
-    kinds = {name.removeprefix(f"random.rank-{rank}."): value for name, value in state.items()}
+    kinds = {name.removeprefix(f"{RANDOM}rank-{rank}."): value for name, value in state.items()}
     torch.set_rng_state(kinds["cpu"])
     version, words, gauss = json.loads(bytes(kinds["python"].tolist()))
     random.setstate((version, tuple(words), gauss))

@@ -252,11 +252,26 @@ def _write_files(plugin: Target, run: Path, fields: Mapping[str, Any]) -> tuple[
 
 def list_jobs(root: Path) -> str:
     """Return a table of the launches of the runs in ``root``, or of the run ``root``."""
-    depths = ("", "*/", "*/*/")  # not all of it: checkpoints have many files
-    files = sorted((path for depth in depths for path in root.glob(f"{depth}launches/*/{LAUNCH}")), key=_number)
-    launches = list(map(_read, files))
+    launches = find_launches(root)
     if not launches:
         raise LaunchError(f"no launches in {root}; expected {root}/NAME/launches/001, which `meshpar launch` writes")
+    states, notes = ask_states(launches)
+    rows = [
+        (str(_short(job.folder)), name, states[job.folder][0] or "-", _state(states[job.folder][1], job))
+        for name, _, job in launches
+    ]
+    return "\n".join([*table(("LAUNCH", "TARGET", "JOB", "STATE"), rows), *notes])
+
+
+def find_launches(root: Path) -> list[tuple[str, Target, Launched]]:
+    """Return the launches of the runs in ``root``, or of the run ``root``: name of the target, target, job."""
+    depths = ("", "*/", "*/*/")  # not all of it: checkpoints have many files
+    files = sorted((path for depth in depths for path in root.glob(f"{depth}launches/*/{LAUNCH}")), key=_number)
+    return list(map(_read, files))
+
+
+def ask_states(launches: Sequence[tuple[str, Target, Launched]]) -> tuple[dict[Path, tuple[str, str]], list[str]]:
+    """Return the number and the state of each launch's job by its folder, and why an engine did not tell them."""
     states, notes = dict[Path, tuple[str, str]](), list[str]()
     targets = {name: target for name, target, _ in reversed(launches)}
     for name in dict.fromkeys(name for name, _, _ in launches):
@@ -266,11 +281,7 @@ def list_jobs(root: Path) -> str:
         except LaunchError as error:
             states.update((job.folder, ("", "?")) for job in jobs)
             notes.append(f"note: {error}")
-    rows = [
-        (str(_short(job.folder)), name, states[job.folder][0] or "-", _state(states[job.folder][1], job))
-        for name, _, job in launches
-    ]
-    return "\n".join([*table(("LAUNCH", "TARGET", "JOB", "STATE"), rows), *notes])
+    return states, notes
 
 
 def job_status(folder: Path) -> str:
