@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from meshpar.exchange.ranks import next_number
 from meshpar.guards.make_run import make_run
 from meshpar.parallelized import Parallelized
 from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms, prepare
+from meshpar.same_bits.problems import bits_problems
+from meshpar.same_bits.trees import SameBits
 from meshpar.state.description import Description, describe
 from meshpar.state.initialize import check_weights
 from meshpar.step.moment import Guarded
@@ -54,6 +57,9 @@ class Plan:
             steps, later without waiting. ``"first"``: in the first steps, later only what costs no exchange. ``"off"``:
             never, and no first forward tries the split; the passes run alone, and a loop that is not one process's
             trains something else, or hangs, without an error.
+        same_bits: loss, gradients, norm and weights have the same bits on every mesh whose step has the same
+            micro-batches: sums over them follow one order. Micro-batch j of data rank r of d is number j x d + r. Loop
+            over ``par.accumulate`` or call ``par.backward``, which reduce each micro-batch.
         frozen: the module is used and never trained, such as a reference or a reward model: ``apply`` takes its
             parameters out of autograd, so that a rank holds its part of them and nothing else.
     """
@@ -63,6 +69,7 @@ class Plan:
     verify: bool
     guards: Guards
     frozen: bool
+    same_bits: bool
 
     def __init__(
         self,
@@ -72,11 +79,13 @@ class Plan:
         verify: bool = True,
         guards: Guards = "always",
         frozen: bool = False,
+        same_bits: bool = False,
     ) -> None:
         check_arguments(mesh, passes, guards)
         object.__setattr__(self, "guards", guards)
         object.__setattr__(self, "verify", verify)
         object.__setattr__(self, "frozen", frozen)
+        object.__setattr__(self, "same_bits", same_bits)
         object.__setattr__(
             self, "mesh", mesh if isinstance(mesh, MeshSpec) or mesh.strip().startswith("auto") else MeshSpec(mesh)
         )
@@ -123,6 +132,8 @@ class Plan:
             problems.append(str(error))
             layout = None
         problems += problems_of(self.passes, module, layout, spec, batch_norm_problems)
+        if self.same_bits and spec is not None and layout is not None and not problems:
+            problems += bits_problems(self.passes, module, layout, spec)
         if problems:
             raise PlanError(problems)
         assert spec is not None and layout is not None
@@ -163,6 +174,8 @@ class Plan:
         meshes = {spec: spec.build(device.type, own=has_groups) for spec in resolved.meshes}
         verify = self.guards != "off" and bool(runtime.among_real_ranks(lambda: self.verify))
         facts = Facts(Checking(self.guards, verify))
+        if self.same_bits:
+            facts.add([SameBits(math.prod(resolved.held.axes[axis] for axis in resolved.averaged))])
         start = partial(prepare, module, resolved, meshes) if self.passes else None
         installed, replaced = run_passes(module, resolved, meshes, device, facts, start)
         guarded = Guarded(

@@ -3,6 +3,7 @@
 - ``replicate`` on FSDP2's machinery: goes when ``torch.distributed.fsdp`` exports it (pytorch/pytorch#166433).
 - ``ACCUMULATES_APART``: where FSDP2 keeps gradients that it has not reduced yet. It goes with torch 2.14.
 - ``parts_only``: FSDP2 holds the parameters of a unit in a list while it makes their shards, with no public form.
+- ``reduce_replicas_by``: FSDP2's own all-reduce over replicas has no custom form, as its reduce-scatter has.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself; ``gathered_inputs`` is what it sends when it gathers.
 """
 
@@ -92,6 +93,13 @@ def gathered_inputs(unit: FSDPModule) -> list[torch.Tensor]:
         part for group in param_groups(unit) for parameter in group.fsdp_params for part in parameter.all_gather_inputs
     ]
     return [part.view(torch.uint8) for part in parts] if len({part.dtype for part in parts}) > 1 else parts
+
+
+def reduce_replicas_by(unit: FSDPModule, ranks: Any, reduce: Callable[[torch.Tensor], object]) -> None:
+    """Let ``reduce`` sum a unit's gradients over replicas, in place; FSDP2's own all-reduce is over ``ranks`` alone."""
+    for group in param_groups(unit):
+        group.mesh_info.replicate_process_group = ranks
+    unit.set_all_reduce_hook(reduce)  # type: ignore[arg-type]
 
 
 def is_gathered(unit: FSDPModule) -> bool:

@@ -161,6 +161,18 @@ class Pass:
         """Yield every reason why the pass cannot apply, one line each. Pure: reads names and shapes alone."""
         return iter(())
 
+    def bits_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        """Yield why results of ``Plan(same_bits=True)`` have other bits on ``mesh`` than in one process. Pure.
+
+        By default a pass on an axis of several ranks does not keep them, and one without axes does.
+        """
+        for axis in self.axes:
+            if mesh.axes[axis] > 1:
+                yield (
+                    f"{self.name} does not keep the bits of one process on {axis}={mesh.axes[axis]}; use {axis}=1, or "
+                    "drop same_bits"
+                )
+
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         """Yield avoidable costs of the pass in this plan, one line each. Pure."""
         return iter(())

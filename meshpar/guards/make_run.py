@@ -17,8 +17,11 @@ from meshpar.exchange.ranks import Ranks, stages_of
 from meshpar.guards import own_guards
 from meshpar.guards.explain import Explanation
 from meshpar.guards.operators import one_process
+from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.stand_ins import is_idle
 from meshpar.passes.tensor.context import Context
+from meshpar.same_bits.gradients import TreeOfGradients
+from meshpar.same_bits.trees import SameBits
 from meshpar.state.full import OptimizerStates, refuse_copies
 from meshpar.step.calls import installed
 from meshpar.step.forward import Run, inside_a_call
@@ -33,13 +36,19 @@ from meshpar.trials.split import SplitTest, split_test
 def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, verify: bool) -> Run:
     """Return the run of a module; ``verify``: try in the first forward what passes divide. Collective."""
     module, resolved, facts = guarded.module, guarded.resolved, guarded.facts
-    if not resolved.passes and dist.get_world_size() == 1 and not registry.names(registry.GUARDS):
+    by_tree = facts.find(SameBits)
+    if not (resolved.passes or by_tree or registry.names(registry.GUARDS)) and dist.get_world_size() == 1:
         return Run(guarded, ())
     left_gradients = LeftGradients(module, guarded.units)
     facts.add([left_gradients])
     moments: list[Moment] = [left_gradients, *(moment for of_pass in installed for moment in of_pass.moments)]
     moments += [GradientHooks(guarded.units)] if guarded.units.modules else []
     moments += [OptimizerStates(of_some_layers=bool(resolved.divided(Role.LAYERS)))]
+    if by_tree is not None:
+        layers = facts.find(Layers)
+        chunk, is_last = (lambda: 0, lambda: True) if layers is None else (layers.chunk, layers.is_last)
+        moments.append(TreeOfGradients(module, guarded.units, by_tree, chunk, is_last))
+        facts.add(moments[-1:])
     trials = explain = None
     if guarded.guards == "off":
         compares = resolved.reduced and dist.get_world_size() > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,23 +29,48 @@ Found = Tensor | tuple[Tensor, Mapping[str, Tensor]]
 
 @final
 class Totals:
-    """The sums over the micro-batches of a step: of their losses, and by name of the values reported with them."""
+    """The sums over the micro-batches of a step: of their losses, and by name of the values reported with them.
 
-    def __init__(self, device: torch.device) -> None:
+    ``sums`` adds up rows, one a micro-batch, along dim 0; None: in the order in which they come.
+    """
+
+    def __init__(self, device: torch.device, sums: Callable[[Tensor], Tensor] | None = None) -> None:
         self.loss, self.values = torch.zeros((), device=device), dict[str, Tensor]()
-        self._several = False
+        self._several, self._sums, self._rows = False, sums, list[dict[str, Tensor]]()
 
     def add(self, result: Found) -> Tensor:
         """Add those of a micro-batch, and return its loss."""
         loss, values = result if isinstance(result, tuple) else (result, {})
         self._several = self._several or isinstance(result, tuple)
+        if self._sums is not None:
+            self._rows.append({"": loss.detach(), **{name: value.detach() for name, value in values.items()}})
+            return loss
         self.loss = self.loss + loss.detach()  # in float64 where a loss is
         for name, value in values.items():
             self.values[name] = self.values[name] + value.detach() if name in self.values else value.detach()
         return loss
 
+    def close(self) -> None:
+        """Add up what ``sums`` adds up. Collective where that is."""
+        rows, self._rows = self._rows, []
+        if self._sums is None or not rows:
+            return
+        every = {name: value for row in rows for name, value in row.items()}
+        wide = functools.reduce(torch.promote_types, [value.dtype for value in every.values()])
+        flat = [
+            torch.cat([row.get(name, torch.zeros_like(value)).reshape(-1).to(wide) for name, value in every.items()])
+            for row in rows
+        ]
+        sums = self._sums(torch.stack(flat)).split([value.numel() for value in every.values()])
+        joined = {
+            name: total.view(value.shape).to(value.dtype)
+            for (name, value), total in zip(every.items(), sums, strict=True)
+        }
+        self.loss, self.values = joined.pop(""), joined
+
     def returned(self) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Return the sums in the form in which the losses came."""
+        self.close()
         return (self.loss, self.values) if self._several else self.loss
 
     def form(self) -> Form:

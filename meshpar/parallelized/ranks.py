@@ -21,6 +21,7 @@ from meshpar.passes.data.gather_and_reduce import ReplicaShards
 from meshpar.passes.positions.parallel import positions, selected, with_positions
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.collectives import gather_partial
+from meshpar.same_bits.trees import SameBits, sum_over_
 from meshpar.step.calls import watch_compiled
 from meshpar.step.forward import Run
 
@@ -172,7 +173,10 @@ class ModuleOnMesh:
     def begin_token_scale(self, tokens: int | Tensor) -> Callable[[], Tensor]:
         """Start :meth:`token_scale`; return what waits for it, so that work overlaps. Collective, both of them."""
         self.run.agree("par.token_scale")
-        count = torch.zeros((), device=self.device) + tokens
+        by_tree = self.run.find(SameBits) is not None
+        # float64 counts more than 2**24 tokens
+        dtype = torch.float64 if by_tree else None
+        count = torch.zeros((), dtype=dtype, device=self.device) + tokens
         first, *others = self.resolved.averaged or (None,)
         work = None if first is None else dist.all_reduce(count, group=self._held_on.get_group(first), async_op=True)
 
@@ -181,7 +185,8 @@ class ModuleOnMesh:
                 work.wait()
             for axis in others:
                 dist.all_reduce(count, group=self._held_on.get_group(axis))
-            return self.loss_size / count.clamp(min=1.0)
+            scale = self.loss_size / count.clamp(min=1.0)
+            return scale.float() if by_tree else scale
 
         return finish
 
@@ -200,9 +205,16 @@ class ModuleOnMesh:
         """Reduce ``values`` over samples and positions, in place."""
         self.run.agree(place)
         reduced = values.to(self.device)
+        if operation == dist.ReduceOp.SUM and self.run.find(SameBits) is not None:
+            self._sum_by_tree(reduced)
+            return values if reduced is values else values.copy_(reduced)
         for axis in self.resolved.averaged:
             dist.all_reduce(reduced, operation, self._held_on.get_group(axis))
         return values if reduced is values else values.copy_(reduced)
+
+    def _sum_by_tree(self, values: Tensor) -> Tensor:
+        """Sum ``values`` over samples in the order of the tree, in place."""
+        return sum_over_(values, map(self._held_on.get_group, reversed(self.resolved.averaged)))
 
     def gather(self, values: Tensor, dim: int = 0, *, uneven: bool = False) -> Tensor:
         """Return the ``values`` of all data ranks joined along ``dim``, in the order of samples, with gradients.

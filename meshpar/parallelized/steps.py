@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar, overload
@@ -18,6 +19,9 @@ from meshpar.parallelized.ranks import ModuleOnMesh
 from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.waiting import reads_of
+from meshpar.same_bits.gradients import TreeOfGradients
+from meshpar.same_bits.norms import joint_norms
+from meshpar.same_bits.trees import SameBits, tree_sum
 from meshpar.step.calls import compiled_form
 from meshpar.step.gathered_weights import Gathering
 from meshpar.tensors.placements import clip_grad_norms_
@@ -71,11 +75,12 @@ class TrainingSteps(ModuleOnMesh):
 
     def _reduces(self, always: bool, last: bool) -> None:
         """Let the next backward reduce gradients where it is the last of a step, or ``always``."""
+        always = always or self.run.find(SameBits) is not None
         self.run.backward.reducing = last or always
         if hasattr(self.module, "set_requires_gradient_sync"):
             self.module.set_requires_gradient_sync(last or always)  # type: ignore[operator]
             if self.resolved.hybrid:
-                self.module.set_requires_all_reduce(last)  # type: ignore[operator]
+                self.module.set_requires_all_reduce(last or self.run.find(SameBits) is not None)  # type: ignore[operator]
             if (gathering := self.run.find(Gathering)) is not None and gathering.once_a_step:
                 self.module.set_reshard_after_backward(last)  # type: ignore[operator]
 
@@ -110,17 +115,24 @@ class TrainingSteps(ModuleOnMesh):
 
         Returns:
             The sum of this rank's losses, a scalar, the same on ranks that share samples; or ``(sum, sums of values)``.
+            Under ``same_bits`` the mean over ranks of these sums, so that :meth:`data_sum` gives the same bits.
 
         Collective: every rank calls it.
         """
-        totals, module = Totals(self.device), self._called()
+        tree, module = self.run.find(TreeOfGradients), self._called()
+        totals = Totals(self.device, None if tree is None else self._mean_of_ranks)
         if (stage := self.run.find(Layers)) is not None:
-            reduces = partial(self._reduces, reduce_each)
+
+            def reduces(last: bool) -> None:
+                self._reduces(reduce_each, last)
+                if tree is not None:
+                    tree.before_micro_batch(1 if last else 2)
+
             stage.backward(
                 micro_batches,
                 loss,
                 reduces,
-                partial(self._abandon, reduces),
+                partial(self._abandon, partial(self._reduces, reduce_each)),
                 totals,
                 partial(self._agree_on_count, "par.backward"),
             )
@@ -128,6 +140,10 @@ class TrainingSteps(ModuleOnMesh):
             for batch in self.accumulate(micro_batches, reduce_each=reduce_each):
                 totals.add(loss(module, batch)).backward()  # type: ignore[no-untyped-call]
         return totals.returned()
+
+    def _mean_of_ranks(self, rows: Tensor) -> Tensor:
+        """Return the sum over micro-batches, by the tree over all ranks' rows, divided by the number of ranks."""
+        return tree_sum(self._sum_by_tree(rows)) / self.loss_size
 
     def forward(self, micro_batches: Iterable[Micro], function: Callable[[nn.Module, Micro], Found]) -> list[Found]:
         """Evaluate: return ``function(module, micro_batch)`` of each micro-batch, without gradients, on any mesh.
@@ -205,7 +221,8 @@ class TrainingSteps(ModuleOnMesh):
 
         Collective: every rank calls it.
         """
-        if not self.run.backward.reducing:
+        tree = self.run.find(TreeOfGradients)
+        if not self.run.backward.reducing or (tree is not None and tree.is_open):
             raise MeshparError(
                 "clip_grad_norm_ is called between the micro-batches of par.accumulate, whose gradients are reduced "
                 "in the last one; clip after the loop"
@@ -225,7 +242,23 @@ class TrainingSteps(ModuleOnMesh):
         named = self.module.named_parameters() if places else ()
         own_row = {id(one): row[places[name]] for name, one in named if name in places}
         groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
+        norms: Tensor | None = None
+        if tree is not None and not math.isinf(norm_type):
+            every = {**tensors_elsewhere(self.run), **dict(self.module.named_parameters())}
+            every = {name: every[name] for name in sorted(every) if every[name].requires_grad}
+            rows = {name: row[places[name]] for name in every if name in places}
+            norms = joint_norms(
+                every, groups, self.resolved.divided(Role.LAYERS), norm_type, self.device, rows, len(row)
+            )
         norms = clip_grad_norms_(
-            self.module.parameters(), groups, max_norm, norm_type, self.device, self.run.find(Layers), own_row, len(row)
+            self.module.parameters(),
+            groups,
+            max_norm,
+            norm_type,
+            self.device,
+            self.run.find(Layers),
+            own_row,
+            len(row),
+            norms,
         )
         return dict(zip(row, norms.unbind(), strict=True))

@@ -32,9 +32,11 @@ class Backward:
         same_axes: Collection[str],
         listeners: Listeners,
         hands_on: HandsOn | None,
+        *,
+        by_tree: bool = False,
     ) -> None:
         self._units, self._at, self._hands_on = units, listeners.at, hands_on
-        self._same_axes = frozenset(same_axes)
+        self._same_axes, self._by_tree = frozenset(same_axes), by_tree
         self._tables = [child._parameters for child in module.modules()]
         self._runs = self._reached_output = False
         self.reducing = True
@@ -44,7 +46,8 @@ class Backward:
     def mark(self) -> None:
         """Mark the shards, and average gradients that reach them from outside of a call, as by ``full_tensor()``."""
         for parameter in self._units.mark():
-            average_outside(parameter, self._same_axes, functools.partial(self._reach_outside, parameter))
+            reach = functools.partial(self._reach_outside, parameter)
+            average_outside(parameter, self._same_axes, reach, by_tree=self._by_tree)
 
     def _reach_outside(self, parameter: nn.Parameter) -> None:
         self.expect_end()

@@ -23,6 +23,7 @@ from meshpar._torch.units import is_shard
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.registry import layout_for
+from meshpar.same_bits.trees import SameBits
 from meshpar.step.backward import Backward, trained_outputs
 from meshpar.step.calls import Calls, Explain
 from meshpar.step.gathered_weights import GatheredWeights, Gathering
@@ -70,7 +71,8 @@ class Run:
         same = self.resolved.same
         hands_on = self.facts.find(HandsOn)
         self._listeners = Listeners(())
-        self.backward = Backward(self.module, self.units, same, self._listeners, hands_on)
+        by_tree = self.facts.find(SameBits) is not None
+        self.backward = Backward(self.module, self.units, same, self._listeners, hands_on, by_tree=by_tree)
         gathering = self.facts.find(Gathering)
         self._gathered: GatheredWeights | None = None
         if gathering is not None and (gathering.keeps or gathering.slices is not None):

@@ -17,12 +17,16 @@ from meshpar._torch.tensors import held_part
 from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.exchange.ranks import Ranks
+from meshpar.same_bits.trees import sum_over_
 from meshpar.step.moment import Moment
 from meshpar.tensors.placements import held_by_this_rank, local_tensor, whole_tensor
 
 
-def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None]) -> None:
-    """Average a sharded parameter's gradients of ``full_tensor()`` in a loss over the axes that are not ``kept``."""
+def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None], *, by_tree: bool) -> None:
+    """Average a sharded parameter's gradients of ``full_tensor()`` in a loss over the axes that are not ``kept``.
+
+    ``by_tree``: sum them in the order of the tree of ``same_bits``.
+    """
     mesh: DeviceMesh = parameter.device_mesh
     data = [dim for dim, name in enumerate(mesh.mesh_dim_names or ()) if name not in kept and mesh.size(dim) > 1]
     if not data:
@@ -32,13 +36,13 @@ def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[],
     def full_tensor(*, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             return DTensor.full_tensor(parameter, grad_placements=grad_placements)
-        return cast("Tensor", _Outside.apply(parameter, True, groups, reached))
+        return cast("Tensor", _Outside.apply(parameter, True, groups, reached, by_tree))
 
     def to_local(*, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         copies = [group for dim, group in zip(data, groups) if parameter.placements[dim].is_replicate()]
         if not copies or not (torch.is_grad_enabled() and parameter.requires_grad):
             return DTensor.to_local(parameter, grad_placements=grad_placements)
-        return cast("Tensor", _Outside.apply(parameter, False, copies, reached))
+        return cast("Tensor", _Outside.apply(parameter, False, copies, reached, by_tree))
 
     parameter.full_tensor, parameter.to_local = full_tensor, to_local
 
@@ -48,21 +52,30 @@ class _Outside(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: DTensor, whole: bool, groups: Sequence[dist.ProcessGroup], reached: Callable[[], None]
+        ctx: Any,
+        parameter: DTensor,
+        whole: bool,
+        groups: Sequence[dist.ProcessGroup],
+        reached: Callable[[], None],
+        by_tree: bool,
     ) -> Tensor:
         ctx.like, ctx.whole, ctx.groups, ctx.reached = parameter.detach(), whole, groups, reached
+        ctx.by_tree = by_tree
         return whole_tensor(parameter) if whole else local_tensor(parameter).view_as(held_part(parameter))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         ctx.reached()
         total = grads[0].contiguous().clone()
-        for group in ctx.groups:
-            dist.all_reduce(total, group=group)
-        total /= math.prod(group.size() for group in ctx.groups)
+        if ctx.by_tree:
+            sum_over_(total, reversed(ctx.groups))
+        else:
+            for group in ctx.groups:
+                dist.all_reduce(total, group=group)
+            total /= math.prod(group.size() for group in ctx.groups)
         grad = torch.empty_like(ctx.like)  # on the host where the parameter is
         local_tensor(grad).copy_(total[held_by_this_rank(ctx.like)] if ctx.whole else total)
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 @final

@@ -154,11 +154,13 @@ def clip_grad_norms_(
     apart: Apart | None = None,
     rows: Mapping[int, int] | None = None,
     count: int = 1,
+    norms: Tensor | None = None,
 ) -> Tensor:
     """Scale gradients so that their joint norm is at most ``max_norm``; return the norms before, the joint one first.
 
     ``groups``: axis -> this rank's group, outermost first. ``apart``: ranks with other parameters. ``rows``: ``id`` of
-    a parameter -> which of ``count`` norms has it, too. Collective over the groups of axes that split a parameter.
+    a parameter -> which of ``count`` norms has it, too. ``norms``: where they are known. Collective over the groups of
+    axes that split a parameter.
     """
     parameters, rows = list(parameters), rows or {}
     elsewhere = set[int]() if apart is None else apart.counted_elsewhere()
@@ -177,16 +179,9 @@ def clip_grad_norms_(
         if grad is not None:
             together = twice if elsewhere and id(parameter) in elsewhere else over[rows.get(id(parameter), 0)]
             together.append(held_part(grad))
-    dtypes = {parameter.dtype for parameter in parameters}
-    wide = torch.float32 if dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
-    powers = {
-        axes: torch.stack([_power(grads, norm_type, device).to(wide) for grads in over]) for axes, over in parts.items()
-    }
-    joined = joined_over_axes(powers, groups, norm_type, torch.zeros(count, device=device))
-    if apart is not None:
-        dist.all_reduce(joined, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=apart.group)
-    joined[0] = joined.max() if math.isinf(norm_type) else joined.sum()
-    norms = joined if math.isinf(norm_type) else joined ** (1.0 / norm_type)
+    if norms is None:
+        dtypes = {parameter.dtype for parameter in parameters}
+        norms = _norms(parts, groups, norm_type, device, apart, dtypes, count)
     if not math.isinf(max_norm):
         scale = (max_norm / (norms[0] + 1e-6)).clamp(max=1.0)
         scales = {scale.device: scale}
@@ -196,6 +191,27 @@ def clip_grad_norms_(
                     scales[grad_device] = scale.to(grad_device)
                 foreach_mul_(together, scales[grad_device])
     return norms
+
+
+def _norms(
+    parts: Mapping[frozenset[str], Sequence[list[Tensor]]],
+    groups: Mapping[str, dist.ProcessGroup],
+    norm_type: float,
+    device: torch.device,
+    apart: Apart | None,
+    dtypes: Collection[torch.dtype],
+    count: int,
+) -> Tensor:
+    """Return ``count`` joint norms of gradients by the axes that split them; of ``dtypes`` are the parameters."""
+    wide = torch.float32 if not {torch.float64, torch.complex128}.intersection(dtypes) else torch.float64
+    powers = {
+        axes: torch.stack([_power(grads, norm_type, device).to(wide) for grads in over]) for axes, over in parts.items()
+    }
+    joined = joined_over_axes(powers, groups, norm_type, torch.zeros(count, device=device))
+    if apart is not None:
+        dist.all_reduce(joined, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=apart.group)
+    joined[0] = joined.max() if math.isinf(norm_type) else joined.sum()
+    return joined if math.isinf(norm_type) else joined ** (1.0 / norm_type)
 
 
 def joined_over_axes(

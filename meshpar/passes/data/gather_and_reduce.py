@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,10 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from meshpar._torch.calls import assert_async
-from meshpar._torch.fsdp import gathered_bytes, gathered_inputs, is_gathered, make_ready, units_with_parameters
+from meshpar._torch.fsdp import (
+    gathered_bytes,
+    gathered_inputs,
+    is_gathered,
+    make_ready,
+    reduce_replicas_by,
+    units_with_parameters,
+)
 from meshpar._torch.groups import all_gather, collective_ops, reduce_scatter, share_timeout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
+from meshpar.same_bits.trees import sum_over_, tree_sum
 
 _SWAPPED = 8 << 20
 """Bytes up to which a swap is the quicker sum: 0.91 of gloo's time at 8 MiB, 1.53 at 32 (benchmarks/exchanges.py)."""
@@ -46,21 +55,35 @@ class _DirectGather(Allocates):
 
 @final
 class _DirectReduceScatter(Allocates):
-    """The reduce-scatter of a unit's gradients."""
+    """The reduce-scatter of a unit's gradients; ``by_tree``: a sum in the order of a tree over ranks."""
+
+    def __init__(self, *, by_tree: bool) -> None:
+        self._by_tree = by_tree
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        scatter_sums([output_tensor], [input_tensor], op, group, exchanges=True)
+        scatter_sums([output_tensor], [input_tensor], op, group, exchanges=True, by_tree=self._by_tree)
 
 
-def exchange_directly(module: nn.Module) -> None:
-    """Let the units of a module, whose ranks compute on CPUs, exchange their shards by all-to-alls."""
+def exchange_directly(module: nn.Module, device_type: str, *, by_tree: bool) -> None:
+    """Let the units of a module exchange by all-to-alls: shards on CPUs, gradients there or ``by_tree``."""
     gather: Any = _DirectGather()  # FSDP2 names the classes of its collectives in private modules alone
-    scatter: Any = _DirectReduceScatter()
+    scatter: Any = _DirectReduceScatter(by_tree=by_tree)
     for unit in units_with_parameters(module):
-        unit.set_custom_all_gather(gather)
+        if runtime.over_hosts(device_type):
+            unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
+
+
+def sum_by_tree(module: nn.Module, replicas: dist.ProcessGroup | None) -> None:
+    """Let the units of a module sum gradients, not average them, over ``replicas`` in the order of a tree."""
+    ranks: Any = None if replicas is None else dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for unit in units_with_parameters(module):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        if replicas is not None:
+            reduce_replicas_by(unit, ranks, lambda sums: sum_over_(sums, [replicas]))
 
 
 def swaps(x: Tensor, group: dist.ProcessGroup) -> bool:
@@ -91,9 +114,16 @@ def gather_shards(outputs: Sequence[Tensor], shards: Sequence[Tensor], group: di
 
 
 def scatter_sums(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any, group: dist.ProcessGroup, *, exchanges: bool
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    op: Any,
+    group: dist.ProcessGroup,
+    *,
+    exchanges: bool,
+    by_tree: bool = False,
 ) -> None:
     """Reduce-scatter (SUM or AVG) each ``inputs``, contiguous, into ``outputs``; ``exchanges``: by all-to-alls."""
+    exchanges = exchanges or by_tree
     if exchanges and op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise MeshparError(
             f"ranks on CPUs cannot reduce gradients by {op}, which FSDP2 uses after set_gradient_divide_factor; call "
@@ -105,7 +135,10 @@ def scatter_sums(
     received = [torch.empty_like(source) for source in inputs]
     wait_all(dist.all_to_all_single(got, source, group=group, async_op=True) for got, source in zip(received, inputs))
     for output, got in zip(outputs, received):
-        torch.sum(got.view(group.size(), -1), 0, out=output)
+        if by_tree:
+            output.copy_(tree_sum(got.view(group.size(), -1)))
+        else:
+            torch.sum(got.view(group.size(), -1), 0, out=output)
         if op == dist.ReduceOp.AVG:
             output /= group.size()
 
@@ -195,8 +228,11 @@ class _TwoHopGather(Allocates):
 class _Reduce(Allocates):
     """The reduce-scatter of a unit: over the replica's shards, then over replicas."""
 
-    def __init__(self, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, exchanges: bool) -> None:
+    def __init__(
+        self, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, exchanges: bool, by_tree: bool
+    ) -> None:
         self._replicas, self._shards, self.exchanges = replicas, shards, exchanges
+        self._scatter = partial(scatter_sums, by_tree=by_tree)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: Any, async_op: bool = False
@@ -206,15 +242,15 @@ class _Reduce(Allocates):
         outputs, inputs = [output_tensor], [sums]
         if not self.exchanges:
             by_shard = input_tensor.view(count, self._shards.size(), -1).transpose(0, 1).reshape(-1)
-            scatter_sums([sums], [by_shard], op, self._shards, exchanges=False)
+            self._scatter([sums], [by_shard], op, self._shards, exchanges=False)
         else:
             chunks = list(sums.chunk(count)), list(input_tensor.chunk(count))
-            scatter_sums(*chunks, op, self._shards, exchanges=True)
+            self._scatter(*chunks, op, self._shards, exchanges=True)
             parts = max(1, min(_PARTS, output_tensor.numel()))
             outputs = list(output_tensor.tensor_split(parts))
             inputs = [part.contiguous() for part in sums.view(count, -1).tensor_split(parts, dim=1)]
         again = op if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
-        scatter_sums(outputs, inputs, again, self._replicas, exchanges=self.exchanges)
+        self._scatter(outputs, inputs, again, self._replicas, exchanges=self.exchanges)
 
 
 def _slices_group(axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -238,7 +274,14 @@ class ReplicaShards:
     """
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, divided: Mapping[nn.Module, DeviceMesh], replicas: str, shards: str
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        divided: Mapping[nn.Module, DeviceMesh],
+        replicas: str,
+        shards: str,
+        *,
+        by_tree: bool,
     ) -> None:
         self._module, self._replicas = module, mesh[replicas].size()
         self._gathers, alone = list[_TwoHopGather](), runtime.over_hosts(mesh.device_type)
@@ -252,7 +295,7 @@ class ReplicaShards:
             groups = slices_groups[axis], unit_mesh.get_group(shards)
             self._gathers.append(_TwoHopGather(unit, *groups, in_parts=alone))
             unit.set_custom_all_gather(self._gathers[-1])
-            unit.set_custom_reduce_scatter(_Reduce(*groups, exchanges=alone))
+            unit.set_custom_reduce_scatter(_Reduce(*groups, exchanges=alone, by_tree=by_tree))
         self.groups = [(replicas, group) for axis, group in slices_groups.items() if group is not axis]
         self._ahead = len(self._gathers) if alone else _AHEAD
         for gather, following in itertools.zip_longest(self._gathers, self._gathers[self._ahead :]):

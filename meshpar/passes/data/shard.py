@@ -29,10 +29,11 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
 from meshpar.core.passes import Facts, Installed, Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, suggestion
-from meshpar.passes.data.gather_and_reduce import ReplicaShards, exchange_directly
+from meshpar.passes.data.gather_and_reduce import ReplicaShards, exchange_directly, sum_by_tree
 from meshpar.passes.data.whole_parameters import WholeParameters, kept_whole
 from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.pipeline.running import Layers
+from meshpar.same_bits.trees import SameBits
 from meshpar.step.gathered_weights import Gathering
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -106,11 +107,21 @@ class Precision:
             if not part.is_contiguous() and 0 not in part.stride() and not is_shard(parameter):
                 part.data = part.data.contiguous()
         names, earlier = list(kept_whole(module, self.whole)), facts.find(WholeParameters)
-        whole = earlier or WholeParameters(module, mesh, axes)
+        whole = earlier or WholeParameters(module, mesh, axes, by_tree=facts.find(SameBits) is not None)
         if names or earlier is not None:
             whole.take(names)
         new = [whole] if names and earlier is None else []
         return {module.get_parameter(name) for name in names}, Installed(moments=new, facts=new)
+
+    def bits_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        # A rank adds up its micro-batches in the dtype of stored gradients, and ranks theirs in that of the reduction.
+        reduced = self.reduce_dtype or self.param_dtype
+        stored = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+        if reduced is not None and (other := stored - {reduced}):
+            yield (
+                f"{type(self).__name__} reduces gradients in {reduced} and stores them in {min(map(str, other))}, so "
+                f"that same_bits cannot hold; use reduce_dtype={min(map(str, other))}"
+            )
 
     def common_problems(self, module: nn.Module, layout: ModelLayout, min_params: int = 0) -> Iterator[str]:
         """Yield the dtypes that are none, patterns that match nothing, and what the units mix."""
@@ -210,10 +221,13 @@ class _Sharding(Precision):
             if unit not in divided  # blocks=(...) may name what is divided
         ]
         fully_shard(module, reshard_after_forward=outermost, mp_policy=outer, **common)
-        if runtime.over_hosts(mesh.device_type):
-            exchange_directly(module)
+        by_tree = facts.find(SameBits) is not None
+        if by_tree or runtime.over_hosts(mesh.device_type):
+            exchange_directly(module, mesh.device_type, by_tree=by_tree)
         self._prefetch(units, by_order=layers is None)
-        slices = [ReplicaShards(module, mesh, meshes, *axes)] if splits_replicas else []
+        slices = [ReplicaShards(module, mesh, meshes, *axes, by_tree=by_tree)] if splits_replicas else []
+        if by_tree:
+            sum_by_tree(module, mesh.get_group(axes[0]) if len(axes) > 1 and not splits_replicas else None)
         goes_on = None if layers is None else partial(getattr, layers, "goes_on")
         gathering = Gathering(keep is False, slices[0] if slices else None, goes_on)
         return Installed(moments=installed.moments, facts=[*installed.facts, *slices, gathering])
@@ -445,4 +459,6 @@ class Replicate(Precision, Pass):
         ignored, installed = self.keep_whole(module, mesh, self.axes, facts)
         for unit, policy, _ in self.units(module, layout):
             replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy, ignored_params=ignored)
+        if facts.find(SameBits) is not None:
+            sum_by_tree(module, mesh.get_group("dp_replicate"))
         return installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn, final
@@ -26,6 +27,7 @@ from meshpar.core.mesh import sizes_text
 from meshpar.core.patterns import class_name, covers, is_called
 from meshpar.passes.tensor.collectives import _view, copy_weight, link
 from meshpar.passes.tensor.context import Context
+from meshpar.same_bits.trees import sum_over_
 from meshpar.step.calls import Product, installed, own_forward, record, set_forward
 from meshpar.step.moment import Moment
 from meshpar.tensors.placements import local_tensor
@@ -311,8 +313,8 @@ def is_kept(parameter: nn.Parameter) -> bool:
 class WholeParameters(Moment):
     """Parameters that every data rank holds whole, averaged at the end of a backward; plain tensors in a forward."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
-        self._module, self._mesh, self._axes = module, mesh, axes
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], *, by_tree: bool) -> None:
+        self._module, self._mesh, self._axes, self._by_tree = module, mesh, axes, by_tree
         self._taken: dict[str, nn.Parameter] = {}
 
     def take(self, names: Sequence[str]) -> None:
@@ -375,11 +377,12 @@ class WholeParameters(Moment):
             parameter.grad = torch.zeros_like(parameter)
         grads = [local_tensor(weight.grad) for weight in trained]
         flat = torch.cat([grad.reshape(-1).to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads])
-        count = 1
-        for axis in self._axes:
-            dist.all_reduce(flat, group=self._mesh.get_group(axis))
-            count *= self._mesh[axis].size()
-        flat /= count
+        if self._by_tree:
+            sum_over_(flat, map(self._mesh.get_group, reversed(self._axes)))
+        else:
+            for axis in self._axes:
+                dist.all_reduce(flat, group=self._mesh.get_group(axis))
+            flat /= math.prod(self._mesh[axis].size() for axis in self._axes)
         for grad, part in zip(grads, flat.split([gradient.numel() for gradient in grads])):
             grad.copy_(part.view_as(grad))
         return missing

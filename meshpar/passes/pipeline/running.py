@@ -83,6 +83,14 @@ class Layers(HandsOn):
         of = f"{action.number} of {self._count}" if step else f"{number}, without gradients"
         return f"stage {self.edges.turn.stage}, {kind} of micro-batch {of}"
 
+    def chunk(self) -> int:
+        """Return the chunk of this rank's layers that runs."""
+        return 0 if self._action is None else self._action.chunk
+
+    def is_last(self) -> bool:
+        """Return whether the stage that runs computes the loss."""
+        return self.edges.turn.stage == self.portion.last
+
     @property
     def gradients_are_parts(self) -> bool:
         """A backward leaves gradients that the step goes on to add to: those of other micro-batches or stages."""
@@ -219,6 +227,7 @@ class Layers(HandsOn):
 
     def _share(self, totals: Totals) -> list[bool]:
         """Give all stages the sums of the last one; return of each shared parameter whether a stage has used it."""
+        totals.close()
         has = self.rank == self.ranks - 1
         form = totals.form() if has else self._form
         inputs = self._inputs.digests(totals.loss)  # the others' losses are 0

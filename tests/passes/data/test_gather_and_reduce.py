@@ -60,8 +60,8 @@ def sgd(par):
 class PlainReduce(gather_and_reduce._Reduce):
     """The sum over replicas as accelerators do it."""
 
-    def __init__(self, *groups, exchanges):
-        super().__init__(*groups, exchanges=not exchanges)
+    def __init__(self, *groups, exchanges, by_tree):
+        super().__init__(*groups, exchanges=not exchanges, by_tree=by_tree)
 
 
 @on_ranks(4)

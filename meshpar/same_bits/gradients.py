@@ -1,0 +1,149 @@
+"""Gradients of a step in the order of the tree: partial sums of micro-batches, and the factor of the average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshpar._torch.tensors import foreach_add_
+from meshpar._torch.units import Units
+from meshpar.core.errors import MeshparError
+from meshpar.same_bits.trees import SameBits
+from meshpar.step.moment import Moment
+from meshpar.tensors.placements import local_gradient, local_tensor
+
+Gradients = dict[nn.Parameter, Tensor]
+
+
+@final
+class TreeOfGradients(Moment):
+    """The gradients of the micro-batches of a step, of each of which one backward leaves the sum over ranks.
+
+    ``chunk`` and ``is_last`` tell which part of the layers a backward goes through, and whether it begins at a loss.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Units, fact: SameBits, chunk: Callable[[], int], is_last: Callable[[], bool]
+    ) -> None:
+        self._tables = [child._parameters for child in module.modules()]
+        self._units, self._part, self._chunk, self._is_last = units, 1.0 / fact.ranks, chunk, is_last
+        # of each chunk: levels of the tree, and sums
+        self._sums: dict[int, list[tuple[int, Gradients]]] = {}
+        self._left, self._due, self._scaled = 0, False, list[Any]()
+
+    @property
+    def is_open(self) -> bool:
+        """Some micro-batches of a step have yet to come."""
+        return self._left > 0
+
+    def before_micro_batch(self, left: int) -> None:
+        """Expect a backward; without one for the micro-batch before, that counts as zero."""
+        if self._due:
+            self._push({})
+        elif left and not self._left and self._has_gradients():
+            raise MeshparError(_EARLIER)
+        self._left, self._due = left, left > 0
+
+    def before_backward(self, roots: Iterable[Any], *, reaches: Callable[[], bool]) -> None:
+        """Divide the gradient of the loss by the number of data ranks, whose gradients are summed, not averaged."""
+        # Before the backward: divided afterwards, what the loss's scale underflows would follow the mesh.
+        if not reaches():
+            return
+        if not self._due and (self._left or self._has_gradients()):
+            raise MeshparError(_TWICE if self._left else _EARLIER)
+        if not self._is_last():
+            return
+        roots = list(roots)
+        if len(roots) > 1:
+            raise MeshparError(_ROOTS)
+        if self._part < 1.0:
+            scale = partial(torch.mul, other=self._part)
+            if isinstance(roots[0], Tensor):
+                self._scaled.append(roots[0].register_hook(lambda grad: scale(grad)))
+            else:
+                self._scaled.append(roots[0].register_prehook(lambda grads: tuple(map(scale, grads))))
+
+    def close_backward(self) -> None:
+        while self._scaled:
+            self._scaled.pop().remove()
+
+    def after_backward(self) -> None:
+        """Add a micro-batch's gradients to those before it; leave the sum of all after the last one."""
+        if not self._due:
+            return
+        self._units.hide()
+        grads: Gradients = {}
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                local_gradient(parameter)  # leaves it divided as the parameter is
+                grads[parameter] = parameter.grad
+        for parameter in grads:
+            parameter.grad = None
+        self._push(grads)
+        self._due = False
+        if self._left == 1:
+            self._finish()
+
+    def _push(self, grads: Gradients) -> None:
+        sums, level = self._sums.setdefault(self._chunk(), []), 0
+        while sums and sums[-1][0] == level:
+            grads, level = _added(sums.pop()[1], grads), level + 1
+        sums.append((level, grads))
+
+    def _finish(self) -> None:
+        self._left = 0
+        for sums in self._sums.values():
+            _, total = sums.pop()
+            while sums:
+                total = _added(sums.pop()[1], total)
+            for parameter, grad in total.items():
+                parameter.grad = grad
+        self._sums.clear()
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters())
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for table in self._tables for parameter in table.values() if parameter is not None)
+
+    def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
+        if trains and self._left:
+            raise MeshparError(_INSIDE)
+
+    def leave_step(self, *, by_error: bool) -> None:
+        self._left, self._due = 0, False
+        self._sums.clear()
+
+    def after_failed_backward(self) -> None:
+        self.leave_step(by_error=True)
+
+
+@torch.no_grad()
+def _added(left: Gradients, right: Gradients) -> Gradients:
+    """Return the sum, in the memory of ``left`` where both have a gradient; a missing one is zero."""
+    every = right | left
+    common = [parameter for parameter in left if parameter in right]
+    if common:
+        foreach_add_(*([local_tensor(grads[parameter]) for parameter in common] for grads in (left, right)))
+    for parameter in left.keys() ^ right.keys():
+        # ranks add zeros, which turn -0.0 into 0.0
+        local_tensor(every[parameter]).add_(0.0)
+    return every
+
+
+_EARLIER = (
+    "same_bits adds up gradients in the order of a tree over the micro-batches of a step, and parameters have "
+    "gradients from before this backward; use par.accumulate(micro_batches), or call par.backward(micro_batches, "
+    "loss); each step begins after zero_grad()"
+)
+_TWICE = "same_bits takes one backward a micro-batch, and this is the second; add the losses and call backward() once"
+_ROOTS = "same_bits takes the backward of one loss, and got several tensors; add them and call backward() on the sum"
+_INSIDE = (
+    "optimizer.step() came between the micro-batches of par.accumulate, of which same_bits leaves gradients after the "
+    "last backward alone; step after the loop"
+)

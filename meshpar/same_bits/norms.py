@@ -1,0 +1,85 @@
+"""The joint norm of gradients, whose bits follow neither cuts nor kernels.
+
+Squares are summed along each row of a whole parameter, then over rows, then over parameters in the order of their
+names. A row is summed in :data:`PARTS` equal parts of columns where that is possible, as a mesh may cut columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshpar.core.errors import MeshparError
+from meshpar.same_bits.trees import fold
+from meshpar.tensors.placements import held_by_this_rank, local_gradient, sharded_axes
+
+PARTS = 8
+"""Equal parts of columns in which a row is summed, where it can be: the finest cut of columns on any mesh."""
+
+
+def joint_norms(
+    named: Mapping[str, Tensor],
+    groups: Mapping[str, dist.ProcessGroup],
+    apart: Collection[str],
+    norm_type: float,
+    device: torch.device,
+    rows: Mapping[str, int],
+    count: int,
+) -> Tensor:
+    """Return ``count`` norms, the joint one first; ``rows``: which one a parameter has, too. Collective.
+
+    ``named`` has all parameters of the model in one order: those of other ranks, which differ over the axes ``apart``
+    of ``groups``, on the meta device.
+    """
+    if norm_type not in (1.0, 2.0):
+        raise MeshparError(
+            f"the norm of type {norm_type:g} takes powers, whose last bits depend on a value's place in memory; under "
+            "same_bits use norm_type=2, 1 or inf"
+        )
+    wide = torch.float64 if torch.float64 in {parameter.dtype for parameter in named.values()} else torch.float32
+    sizes = [math.prod(_blocks(parameter)) for parameter in named.values()]
+    # Each sum is one rank's alone, and the others add zeros: the order of these additions does not matter.
+    every = torch.zeros(sum(sizes), dtype=wide, device=device)
+    for parameter, sums in zip(named.values(), every.split(sizes), strict=True):
+        cut = sharded_axes(parameter)
+        copies = [group for axis, group in groups.items() if axis not in (*apart, *cut)]
+        counts = not parameter.is_meta and all(group.rank() == 0 for group in copies)
+        if counts and parameter.grad is not None:
+            own_sums, (begin, end), (first, last) = _sums(parameter, norm_type, wide)
+            sums.view(_blocks(parameter))[begin:end, first:last] = own_sums
+    for group in groups.values():
+        if group.size() > 1:
+            dist.all_reduce(every, group=group)
+    totals = [
+        fold(fold(sums.view(_blocks(parameter))))
+        for parameter, sums in zip(named.values(), every.split(sizes), strict=True)
+    ]
+    members: list[list[Tensor]] = [totals, *([] for _ in range(count - 1))]
+    for name, total in zip(named, totals, strict=True):
+        if rows.get(name, 0):
+            members[rows[name]].append(total)
+    powers = torch.stack([fold(torch.stack(of_one)) for of_one in members])
+    return powers ** (1.0 / norm_type)
+
+
+def _blocks(parameter: Tensor) -> tuple[int, int]:
+    """Return the number of rows of a whole parameter, and that of the parts in which each row is summed."""
+    if parameter.ndim < 2:
+        return parameter.numel(), 1
+    return parameter.shape[0], PARTS if parameter.shape[1] % PARTS == 0 else 1
+
+
+def _sums(parameter: Tensor, norm_type: float, wide: torch.dtype) -> tuple[Tensor, Sequence[int], Sequence[int]]:
+    """Return this rank's sums of powers, (rows, parts), and which rows and parts of the whole these are."""
+    rows, columns, *_ = (*held_by_this_rank(parameter), slice(0, 1), slice(0, 1))
+    width, (_, parts) = (*parameter.shape, 1, 1)[1], _blocks(parameter)
+    first, last = columns.start * parts // width, columns.stop * parts // width
+    grad = local_gradient(parameter).to(wide)
+    powers = grad.square() if norm_type == 2 else grad.abs()
+    count = rows.stop - rows.start
+    sums = fold(powers.reshape(count, last - first, -1)) if count else powers.new_zeros(0, last - first)
+    return sums, (rows.start, rows.stop), (first, last)

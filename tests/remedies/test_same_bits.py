@@ -1,0 +1,133 @@
+"""Rows of `same_bits`: see `tests/remedies/rows.py`."""
+
+import torch
+from torch import nn
+
+from meshpar import FullyShard, ModelLayout, Plan, Replicate, TensorParallel
+from meshpar.testing import on_ranks
+from tests.remedies.rows import Row, TwoRanks, in_one_process, run_together
+from tests.support.models_for_parity import on_meta, transformer
+
+LAYOUT = ModelLayout(blocks=("*",))
+
+
+def problems(mesh, passes=(), module=None, *, same_bits=True, **options):
+    module = on_meta(lambda: transformer(**options)) if module is None else module
+    layout = None if not isinstance(module, nn.Sequential) else LAYOUT
+    Plan(mesh, passes, same_bits=same_bits).check(module, layout, Plan(mesh).mesh.size if mesh else 1)
+    return ()
+
+
+def net(*layers):
+    return nn.Sequential(nn.Linear(4, 4), *layers)
+
+
+def trained(loop, **options):
+    """Let ``loop(par, inputs, optimizer)`` train on two ranks; return whether gradients or weights are finite."""
+    module = net(nn.Linear(4, 2))
+    par = Plan("dp_shard=2", [FullyShard()], same_bits=True).apply(module, LAYOUT)
+    inputs = [torch.full((2, 4), 1.0 + par.data_rank + 2 * number) for number in range(2)]
+    return loop(par, inputs, torch.optim.SGD(module.parameters(), lr=0.1)) is None
+
+
+def by_hand(par, inputs, optimizer):
+    for x in inputs:
+        par.module(x).sum().backward()
+    optimizer.step()
+
+
+def accumulated(par, inputs, optimizer):
+    for x in par.accumulate(inputs):
+        par.module(x).sum().backward()
+    optimizer.step()
+
+
+def by_backward(par, inputs, optimizer):
+    by_hand(par, inputs[:1], optimizer)
+    optimizer.zero_grad()
+    par.backward(inputs, lambda module, x: module(x).sum())
+    optimizer.step()
+
+
+def twice(par, inputs, optimizer):
+    for x in par.accumulate(inputs):
+        output = par.module(x)
+        output.sum().backward(retain_graph=True)
+        output.square().sum().backward()
+
+
+def once(par, inputs, optimizer):
+    for x in par.accumulate(inputs):
+        output = par.module(x)
+        (output.sum() + output.square().sum()).backward()
+
+
+def several(par, inputs, optimizer):
+    for x in par.accumulate(inputs):
+        output = par.module(x)
+        torch.autograd.backward([output.sum(), output.square().sum()])
+
+
+def step_inside(par, inputs, optimizer):
+    for x in par.accumulate(inputs):
+        par.module(x).sum().backward()
+        optimizer.step()
+
+
+def third_norm(par, inputs, optimizer, norm_types=(3,)):
+    accumulated(par, inputs, optimizer)
+    for norm_type in norm_types:
+        par.clip_grad_norm_(1.0, norm_type)
+
+
+def other_norms(par, inputs, optimizer):
+    third_norm(par, inputs, optimizer, (2, 1, float("inf")))
+
+
+HALF = {"param_dtype": torch.bfloat16}
+ROWS = [
+    Row("is no power of two; use {}={} or {}={}")
+    .refuses(lambda: problems("dp_shard=3", [FullyShard()]))
+    .helps(
+        "use",
+        lambda: problems("dp_shard=2", [FullyShard()]),
+        lambda: problems("dp_shard=4", [FullyShard()]),
+    ),
+    Row("does not keep the bits of one process on")
+    .refuses(lambda: problems("tp=2", [TensorParallel()]))
+    .helps("use {}=1", lambda: problems("tp=1", [TensorParallel()]))
+    .helps("drop same_bits", lambda: problems("tp=2", [TensorParallel()], same_bits=False)),
+    Row("so that same_bits cannot hold")
+    .refuses(lambda: problems("dp_replicate=2", [Replicate(**HALF)]))
+    .helps("use reduce_dtype", lambda: problems("dp_replicate=2", [Replicate(**HALF, reduce_dtype=torch.float32)])),
+    Row("computes statistics of all samples of a forward, whose number follows")
+    .refuses(lambda: problems("dp_shard=2", [FullyShard()], net(nn.BatchNorm1d(4))))
+    .helps("use a norm", lambda: problems("dp_shard=2", [FullyShard()], net(nn.LayerNorm(4)))),
+    Row("the model draws random numbers in training, which follow the mesh")
+    .refuses(lambda: problems("dp_shard=2", [FullyShard()], net(nn.Dropout(0.1))))
+    .helps("set the dropout to 0", lambda: problems("dp_shard=2", [FullyShard()], net(nn.Dropout(0.0))))
+    .helps("drop same_bits", lambda: problems("dp_shard=2", [FullyShard()], net(nn.Dropout(0.1)), same_bits=False)),
+    TwoRanks("have gradients from before this backward")
+    .refuses(lambda: trained(by_hand))
+    .helps("use par.accumulate", lambda: trained(accumulated))
+    .helps("call par.backward", lambda: trained(by_backward)),
+    TwoRanks("same_bits takes one backward a micro-batch")
+    .refuses(lambda: trained(twice))
+    .helps("add the losses", lambda: trained(once)),
+    TwoRanks("same_bits takes the backward of one loss, and got several tensors")
+    .refuses(lambda: trained(several))
+    .helps("add them", lambda: trained(once)),
+    TwoRanks("of which same_bits leaves gradients after")
+    .refuses(lambda: trained(step_inside))
+    .helps("step after the loop", lambda: trained(accumulated)),
+    TwoRanks("takes powers, whose last bits depend on a value's place")
+    .refuses(lambda: trained(third_norm))
+    .helps("under same_bits use norm_type", lambda: trained(other_norms)),
+]  # fmt: skip
+
+test_in_one_process = in_one_process(ROWS)
+
+
+@on_ranks(2)
+def test_on_two_ranks(tmp_path):
+    run_together(ROWS, 2, tmp_path)
