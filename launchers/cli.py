@@ -326,6 +326,30 @@ def plan(
     forecast(recipe, overrides or [], hardware, nodes=nodes, gpus_per_node=gpus_per_node, elastic=elastic)
 
 
+data = typer.Typer(no_args_is_help=True, help="Show the data of a recipe.")
+
+
+@data.command()
+@_reported
+def preview(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    samples: Annotated[int, Option(help="Number of samples.", min=1)] = 3,
+    validation: Annotated[bool, Option("--validation", help="Show samples of the validation.")] = False,
+    trust: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Print the first samples of the training as text, with the trained tokens between « and ».
+
+    Tokenizes the data as a training does, into the same cache.
+    """
+    with quick_imports():
+        from meshpar.launchers.commands.previewing import preview_data
+
+    for text in preview_data(recipe, overrides or [], samples, validation=validation, trust=trust):
+        print(_printable(text))
+
+
 @app.command("import")
 @_reported
 def import_model(
@@ -402,4 +426,5 @@ def rm(step: Step, debug: Debug = False) -> None:
 
 
 app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(data, name="data")
 launch_commands.register(app, _reported)

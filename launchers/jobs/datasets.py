@@ -278,15 +278,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         prefetch=section.prefetch,
     )
     share: dict[str, Any] = {"micro_batch": section.micro_batch, "data_rank": par.data_rank, "data_size": par.data_size}
-    split = data.split
-    validated: SampleSet | None
-    if isinstance(split, MixedSplit):
-        trained: SampleSet = _mixed(recipe, {name: part.train for name, part in split.parts.items()})
-        parts = {name: part.validation for name, part in split.parts.items() if part.validation is not None}
-        validated = _mixed(recipe, parts, once=True) if parts else None
-    else:
-        trained = samples(recipe, split.train, par)
-        validated = None if split.validation is None else samples(recipe, split.validation, par)
+    trained, validated = sample_sets(recipe, data, par.layout.config.get("decoder_start_token_id"))
     if too_few := filling_problem(recipe, len(trained)):
         raise RecipeError(f"{recipe.where('data.micro_batch')}: {too_few}")
     # The order is drawn once and equal at every validation, so that its first validate_steps are a fair sample.
@@ -307,6 +299,17 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
             f"steps, and training.steps is {steps:,}; lower it, or raise their epochs"
         )
     return train, validation
+
+
+def sample_sets(recipe: Recipe, data: Data, start: int | None = None) -> tuple[SampleSet, SampleSet | None]:
+    """Return the samples of the training and of the validation; ``start``: the token with which targets begin."""
+    split = data.split
+    if not isinstance(split, MixedSplit):
+        validated = None if split.validation is None else samples(recipe, split.validation, start)
+        return samples(recipe, split.train, start), validated
+    parts = {name: part.validation for name, part in split.parts.items() if part.validation is not None}
+    trained = _mixed(recipe, {name: part.train for name, part in split.parts.items()})
+    return trained, _mixed(recipe, parts, once=True) if parts else None
 
 
 def _mixed(recipe: Recipe, files: Mapping[str, TokenFile], *, once: bool = False) -> MixedSamples:
@@ -347,7 +350,7 @@ def sequence_of(recipe: Recipe) -> int:
     return len(first["input_ids"]) if "input_ids" in first else recipe.data.sequence_length
 
 
-def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: Parallelized) -> SampleSet:
+def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, start: int | None) -> SampleSet:
     section = recipe.data
     if isinstance(file, MappedSamples):
         return file
@@ -355,7 +358,6 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
         return packed(recipe, file)
     if file.classes:
         return LabelledExamples(file, length=section.sequence_length)
-    start = par.layout.config.get("decoder_start_token_id")
     start = file.pad_id if start is None else start
     length, target_length = section.sequence_length, section.target_length
     return PairedExamples(file, length=length, target_length=target_length, start_id=start)

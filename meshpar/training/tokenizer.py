@@ -126,9 +126,9 @@ class TextTokenizer:
         number = None if self._folder is None else self.fast.token_to_id(_read_token(self._folder, "pad_token") or "")
         return self.eos_id if number is None else number
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids``, without special tokens."""
-        return self.fast.decode(list(ids))
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Return the text of ``ids``, without special tokens unless ``special``."""
+        return self.fast.decode(list(ids), skip_special_tokens=not special)
 
     def fingerprint(self) -> str:
         """Return a hash of everything that determines the ids of a text."""

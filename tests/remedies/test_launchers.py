@@ -268,6 +268,10 @@ ROWS = [
     Tested("aliases (*name) are not read; write the value out")
     .by("tests/launchers/test_trust.py::test_a_file_without_its_aliases_is_read")
     .helps("write the value out", "a: 1\\nb: 1"),
+    Tested("no sample is held out for a validation; ")
+    .by("tests/launchers/test_preview.py::test_a_recipe_without_validation_has_no_samples_of_it")
+    .helps("set data.validation_fraction", "'data.validation_fraction=0.5'")
+    .helps("leave out --validation", "preview('data.shuffle=true')"),
     Row("there is no validation data")
     .refuses(lambda: recipe("training.validate_every=2"))
     .helps(
