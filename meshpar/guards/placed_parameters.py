@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Collection, Iterable, Mapping
+from operator import attrgetter, is_not
 from typing import Any, final
 
 import torch
@@ -21,6 +22,7 @@ from meshpar.passes.data.whole_parameters import WholeParameters, refuse_written
 from meshpar.passes.recompute import Recomputed
 from meshpar.step.moment import Guard, Guarded
 
+_TABLES = attrgetter("_parameters", "_modules")
 REBUILD = (
     "to change a model that was trained, build it again with the change, apply a plan to it, and load "
     "par.state_dict(full=True, everywhere=True) of this one by load_state_dict(state, strict=False), without the "
@@ -57,21 +59,27 @@ class PlacedParameters(Guard):
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(self._module.modules())
         self._held = [(child, dict(child._parameters)) for child in self._module.modules()]
         self._kinds = [(child, type(child), class_name(child)) for child, _ in self._held]
-        self._state = self._now()
+        self._last = tuple(map(list, self._now()))
         self.parameters = tuple(self._module.parameters())
         self._names = {name: id(value) for name, value in self._module.named_parameters(remove_duplicate=False)}
 
-    def _now(self) -> tuple[list[Any], ...]:
-        """Return the class, parameters and children of each module, by identity: every forward asks for them."""
+    def _now(self) -> tuple[Iterable[Any], ...]:
+        """Return the class, and the number, names and values of parameters and children, of each module."""
         children = [child for child, _ in self._held]
-        tables: list[dict[str, Any]] = [table for child in children for table in (child._parameters, child._modules)]
-        identities = map(id, itertools.chain.from_iterable(map(dict.values, tables)))
-        names = itertools.chain.from_iterable(tables)
-        return [type(child) for child in children], list(map(len, tables)), list(names), list(identities)
+        tables = list(itertools.chain.from_iterable(map(_TABLES, children)))
+        values = itertools.chain.from_iterable(map(dict.values, tables))
+        return map(type, children), map(len, tables), itertools.chain.from_iterable(tables), values
 
+    # Every forward comes here: no function of Python is called for a module.
     def _check(self) -> None:
         self._units.hide()
-        if self._now() != self._state:
+        kinds, counts, *names_and_values = self._now()
+        last_kinds, last_counts, *last = self._last
+        if (
+            list(kinds) != last_kinds
+            or list(counts) != last_counts
+            or any(any(map(is_not, *pair)) for pair in zip(names_and_values, last))
+        ):
             self._refuse_others()
 
     def _refuse_others(self) -> None:

@@ -49,13 +49,15 @@ class _OfAStage:
     """A parameter, a gradient, or what was computed from the parameters ``origins``; ``is_number``: to one element."""
 
     origins: frozenset[int]
-    is_number: bool
+    is_number = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_functions():
             name = func.__name__
-            if name == "__get__" and func not in _GRADS:
+            if func in _GRADS:
+                return _gradient(func, *args)
+            if name == "__get__":
                 result = func(*args)
                 if not isinstance(result, Tensor):  # a version, a device: the loop and torch read many
                     return result
@@ -123,13 +125,21 @@ _MARKED: Final[Mapping[type, type]] = {
 _PLAIN: Final[Mapping[type, type]] = {marked: plain for plain, marked in _MARKED.items()}
 
 
-def _check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a function of torch whose result would be another on each stage, before it runs."""
-    if func in _GRADS and any(guard.loses for guard in list(StageNumbers._living)):
+def _gradient(access: Any, tensor: Any, *to: Tensor | None) -> Tensor | None:
+    """Read or write a gradient, of which loops do many; mark it as its parameter is, and refuse it in ``loss``."""
+    if any(guard.loses for guard in list(StageNumbers._living)) and not _runs_for_meshpar(3):
         raise MeshparError(
             "loss reads or writes gradients, as zero_grad() does, and stages of pp run it ahead of the backwards of "
             "earlier micro-batches; call optimizer.zero_grad() before par.backward, or after the step"
         )
+    gradient = access(tensor, *to)
+    if type(gradient) in _MARKED and not _runs_for_meshpar(3):
+        _mark(gradient, tensor.origins, is_number=False)
+    return gradient  # type: ignore[no-any-return]
+
+
+def _check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a function of torch whose result would be another on each stage, before it runs."""
     name = func.__name__
     if name in _DRAWS and kwargs.get("generator") is None:
         _refuse_drawn(name)
@@ -201,13 +211,13 @@ def _mark(tensor: Tensor, origins: frozenset[int], *, is_number: bool) -> None:
 
 def _unmark(tensor: Tensor) -> None:
     if (kind := type(tensor)) in _PLAIN:
-        del tensor.origins, tensor.is_number  # type: ignore[attr-defined]
+        del tensor.origins  # type: ignore[attr-defined]
         tensor.__class__ = _PLAIN[kind]
 
 
-def _runs_for_meshpar() -> bool:
-    """Return whether meshpar's own code called torch, but for torch functions of the loop; its caller's caller did."""
-    frame: FrameType | None = sys._getframe(2)
+def _runs_for_meshpar(depth: int = 2) -> bool:
+    """Return whether meshpar's own code called torch, ``depth`` frames from here, but for functions of the loop."""
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         name = f"{frame.f_globals.get('__name__')}."
         if not name.startswith(("torch.", "meshpar._torch.")) or name.startswith("torch.testing."):
@@ -331,11 +341,13 @@ class StageNumbers(Guard):
             self._marked = self._parameters()
             tensor: Any
             for number, parameter in enumerate(self._marked):
+                origins = frozenset((number,))
                 for tensor in (parameter, parameter.grad):
                     if (kind := type(tensor)) in _MARKED:
                         tensor.__class__ = _MARKED[kind]
-                    if kind in _MARKED or kind in _PLAIN:
-                        tensor.origins, tensor.is_number = frozenset((number,)), False
+                        tensor.origins = origins
+                    elif kind in _PLAIN:
+                        tensor.origins, tensor.is_number = origins, False
 
     def _unmark(self) -> None:
         StageNumbers._written = None
@@ -345,7 +357,7 @@ class StageNumbers(Guard):
             for parameter in self._marked:
                 for tensor in (parameter.grad, parameter):
                     if (kind := type(tensor)) in _PLAIN:
-                        del tensor.origins, tensor.is_number
+                        del tensor.origins
                         tensor.__class__ = _PLAIN[kind]
             self._marked = []
 

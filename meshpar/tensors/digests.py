@@ -55,7 +55,8 @@ def digest_of_elements(tensor: Tensor, name: str) -> Tensor:
 
     The sums of parts add up, in wrapping 64-bit arithmetic, to that of the whole, however it is cut.
     """
-    part, shape, box = local_tensor(tensor).resolve_conj().resolve_neg(), tensor.shape, held_by_this_rank(tensor)
+    part, box = local_tensor(tensor).resolve_conj().resolve_neg(), held_by_this_rank(tensor)
+    shape: tuple[int, ...] = tensor.shape
     if part.is_complex():
         part, shape, box = torch.view_as_real(part), (*shape, 2), (*box, slice(0, 2))
     bits = part.contiguous().reshape(-1).view(_INTEGERS[part.element_size()])

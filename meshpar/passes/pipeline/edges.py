@@ -43,7 +43,7 @@ class Edges:
         # ``calls`` of the module in the forward that runs; ``behind``: the loss runs behind the module's call
         self.turn, self.calls, self.runs, self.reverses, self.behind = Turn(), 0, False, False, False
         # digests of what ``loss`` has given the module in this step, for each chunk, on the device
-        self.inputs: list[list[Tensor]] = [[] for _ in portion.chunks]
+        self.inputs: list[list[Tensor | int]] = [[] for _ in portion.chunks]
         self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
         self._versions = list[int]()  # of what it has handed on
         self._next = 0  # the number of the block that the forward has to call
@@ -53,9 +53,9 @@ class Edges:
         stage = chunk * self.portion.ranks + self.portion.rank
         return Turn(chunk=chunk, number=number, stage=stage, **options)
 
-    def begin(self, chunk: int, number: int, form: object) -> None:
-        """Begin a forward of a micro-batch that has tensors of these shapes."""
-        self.turn = turn = self._turn(chunk, number, form=form)
+    def begin(self, chunk: int, number: int, form: object, agreed: Mapping[int, tuple[int, int]]) -> None:
+        """Begin a forward of a micro-batch that has tensors of these shapes, those that are ``agreed`` among them."""
+        self.turn = turn = self._turn(chunk, number, form=form, agreed=agreed)
         turn.takes, turn.sends = turn.stage > 0, turn.stage < self.portion.last
         self._results, self.calls, self._next = {}, 0, 0
 
@@ -167,7 +167,8 @@ class Edges:
             )
         turn, portion, device = self.turn, self.portion, self.transfers.device
         portion.carried.scores = False
-        self.inputs[turn.chunk].append(digest_of((args, kwargs), device))
+        if torch.is_grad_enabled():  # an evaluation compares none
+            self.inputs[turn.chunk].append(self._digest_of_inputs(tensor_leaves((args, kwargs))))
         if turn.stage:
             self.transfers.receive(turn)
         draws = portion.draws_random and portion.module.training
@@ -181,6 +182,14 @@ class Edges:
             raise StageEndsError
         self.behind = portion.carried.scores = True
         return output
+
+    @eager
+    def _digest_of_inputs(self, leaves: Sequence[Tensor]) -> Tensor | int:
+        """Return a number of what the module gets; tensors of the micro-batch itself are the same on all stages."""
+        agreed = [self.turn.agreed.get(id(leaf)) for leaf in leaves]
+        if all(known is not None and leaf._version == known[1] for leaf, known in zip(leaves, agreed, strict=True)):
+            return hash(tuple(agreed))
+        return digest_of(leaves, self.transfers.device)
 
     def _call(
         self, child: nn.Module, rule: Rule, inner: Callable[..., Any], ran: list[bool], *args: Any, **kwargs: Any

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any, final
 
@@ -24,6 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 6
 _FORM = 2 + _MOST_DIMS  # numbers that say what a value is
 FAILED = -2  # in the place of a width
+Forms = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of values: their dtypes and shapes
 FORTH, BACK = 0, 1  # tags of messages, of which two ranks may exchange both kinds in one direction
 TAGGED = ("gloo", "fake")  # backends that keep messages of different tags apart
 _ALIKE_S = 10.0  # in which an error comes on all ranks of a stage, if it does
@@ -43,7 +45,7 @@ class Header:
     width: int
     number: int
     stage: int
-    forms: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    forms: Forms
 
     @staticmethod
     def size(values: int) -> int:
@@ -82,14 +84,19 @@ class Header:
 
     def room(self, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return room for values of these forms in one message, the values in it, and the numbers behind them."""
-        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self.forms]
-        ends = list(accumulate(-(-size // 256) * 256 for size in sizes))  # kernels read aligned values faster
-        whole = torch.empty(ends[-1] + 8 * self.size(len(sizes)), dtype=torch.uint8, device=device)
-        values = [
-            whole[begin : begin + size].view(dtype).view(shape).detach()
-            for begin, size, (dtype, shape) in zip((0, *ends), sizes, self.forms)
-        ]
-        return whole, values, whole[ends[-1] :].view(torch.int64)
+        places, end = _places(self.forms)
+        whole = torch.empty(end + 8 * self.size(len(places)), dtype=torch.uint8, device=device)
+        values = [whole[place].view(dtype).view(shape).detach() for place, (dtype, shape) in zip(places, self.forms)]
+        return whole, values, whole[end:].view(torch.int64)
+
+
+@lru_cache
+def _places(forms: Forms) -> tuple[list[slice], int]:
+    """Return where values of these forms are in a message, and where they end."""
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in forms]
+    # kernels read aligned values faster
+    *begins, end = accumulate((-(-size // 256) * 256 for size in sizes), initial=0)
+    return [slice(begin, begin + size) for begin, size in zip(begins, sizes)], end
 
 
 @final

@@ -85,6 +85,8 @@ class Turn:
     stage: int = 0
     # the shapes of the micro-batch's tensors
     form: object = None
+    # By ``id``: the number and the version of each tensor of the micro-batch on whose bytes the stages have agreed.
+    agreed: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     # What the stage before has handed on, and this one to the next; the loss on the last one.
     arrived: list[Tensor] = field(default_factory=list)
     left: list[Tensor] = field(default_factory=list)

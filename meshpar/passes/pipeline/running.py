@@ -45,7 +45,8 @@ class Layers(HandsOn):
         # micro-batches of this step, of an evaluation before those now agreed on (-1: a step), and whether a forward of
         # the step that runs has ended
         self._count, self._before, self.goes_on = 0, 0, False
-        self._shapes = list[Any]()  # of the tensors of each micro-batch on which the stages have agreed
+        # of the tensors of each micro-batch on which the stages have agreed: their shapes, numbers and versions
+        self._shapes, self._agreed = list[Any](), list[dict[int, tuple[int, int]]]()
         self._action: Action | None = None  # that runs
         self._form: Form = (False, torch.float32, [])  # of the last totals
         # gets each action of a step before it runs
@@ -117,7 +118,8 @@ class Layers(HandsOn):
         """Run forwards and backwards of all micro-batches by the schedule; ``totals`` gets the sums. Collective."""
         # ``reduces`` learns before each backward whether it is the last, ``counted`` the number of micro-batches;
         # ``abandon`` is called where an error ends the step
-        self._transfers.device, running = totals.loss.device, dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]]()
+        running = dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]]()
+        self._transfers.use(totals.loss.device)
         self._begin_step(-1)
         batches = self._agree(micro_batches)
         counted(len(batches))
@@ -159,7 +161,9 @@ class Layers(HandsOn):
         self._count = len(batches)
         every_leaf = [tensor_leaves(batch) for batch in batches]
         self._shapes = [tuple([tuple(leaf.shape) for leaf in leaves]) for leaves in every_leaf]
-        number = 0
+        self._agreed, number = [{}] * len(batches), 0
+        if not self._transfers.late:  # else the bytes of those on a device are not compared
+            self._agreed = [_versions(leaves) for leaves in every_leaf]
         if self._transfers.supposed is None and self._errors.error is None:
             digest = _digest(chain.from_iterable(every_leaf), waits=not self._transfers.late)
             number = hash((len(batches), digest, *self._shapes))
@@ -274,7 +278,8 @@ class Layers(HandsOn):
     ) -> list[Any]:
         """Run forwards alone; return what ``function`` returns for each micro-batch. Collective over the stages."""
         values, last = list[Any](), len(self.portion.chunks) - 1
-        self._transfers.device, batches_left = device, iter(micro_batches)
+        batches_left = iter(micro_batches)
+        self._transfers.use(device)
         self._begin_step(0)
 
         def run(batch: Micro) -> None:
@@ -305,8 +310,13 @@ class Layers(HandsOn):
     def _forth(self, action: Action, run: Callable[[], object]) -> None:
         """Run a forward, which leaves what it took and what it has handed on."""
         self._action = action
-        self.edges.begin(action.chunk, action.number, self._shapes[action.number])
+        self.edges.begin(action.chunk, action.number, self._shapes[action.number], self._agreed[action.number])
         self._try(run, self.edges.pass_forth)
+
+
+def _versions(leaves: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
+    """Return by ``id`` the number and the version of each tensor that counts its versions."""
+    return {id(leaf): (number, leaf._version) for number, leaf in enumerate(leaves) if not leaf.is_inference()}
 
 
 def _digest(leaves: Iterable[Tensor], *, waits: bool = True) -> int:

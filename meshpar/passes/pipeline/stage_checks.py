@@ -73,7 +73,7 @@ class StageInputs:
         self._edges, self._gather, self._buffers = edges, gather, buffers
         self._looks, self._unwritten = Looks(), dict[str, tuple[int, int]]()
         # Digests of the inputs of the step before, which are not read yet.
-        self._later: tuple[Callable[[], Tensor], list[list[Tensor]]] | None = None
+        self._later: tuple[Callable[[], Tensor], list[list[Tensor | int]]] | None = None
 
     def begin(self) -> None:
         """Begin a step."""
@@ -82,7 +82,7 @@ class StageInputs:
     def digests(self, like: Tensor) -> list[Tensor]:
         """Return a number for each chunk's inputs, ``like`` where there are none, and one for written buffers."""
         edges = self._edges
-        numbers = [torch.stack(inputs).sum() & _EXACT for inputs in edges.inputs if inputs]
+        numbers = [_sum(inputs, like) & _EXACT for inputs in edges.inputs if inputs]
         numbers += [numbers[0] if numbers else like] * (len(edges.inputs) - len(numbers))
         now, module = self._buffer_versions(), edges.portion.module
         written = [module.get_buffer(name) for name in now if now[name] != self._unwritten[name]]
@@ -123,7 +123,7 @@ class StageInputs:
             "the blocks, or register it with persistent=False where stages may differ"
         )
 
-    def _refuse_inputs(self, inputs: Sequence[Sequence[Tensor]]) -> NoReturn:
+    def _refuse_inputs(self, inputs: Sequence[Sequence[Tensor | int]]) -> NoReturn:
         """Refuse micro-batches in which stages got other arguments. Collective over the stages."""
         every = self._gather([list(map(int, digests)) for digests in inputs])
         first = every[0][0]
@@ -135,6 +135,14 @@ class StageInputs:
             "runs on every stage, and draws masks or noise from the random state, which differs; call "
             "par.manual_seed(seed) before the step"
         )
+
+
+def _sum(digests: Iterable[Tensor | int], like: Tensor) -> Tensor:
+    """Return the sum of some digests on the device of ``like``."""
+    total = torch.zeros((), dtype=torch.int64, device=like.device)
+    for digest in digests:
+        total = total + digest
+    return total
 
 
 @final

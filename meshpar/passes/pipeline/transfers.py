@@ -28,7 +28,9 @@ class Transfers:
     def __init__(self, portion: Portion, doing: Callable[[], str], fail: Callable[[Exception], None]) -> None:
         self._chunks, self._carried, self._fail = portion.chunks, portion.carried, fail
         self.messages = StageMessages(portion.group, len(portion.chunks), doing)
-        self.device, self.failed = torch.device("cpu"), False
+        # ``late``: numbers behind values are read one micro-batch later, so that the host waits for no device; then
+        # messages of a known form are exchanged whatever fails, with zeros in the place of values
+        self.device, self.late, self.failed = torch.device("cpu"), False, False
         # Headers of the last values that came and went in each chunk for a micro-batch of one form.
         self._got, self._given = ([dict[object, Header]() for _ in portion.chunks] for _ in range(2))
         self._announced: Header | None = None  # whose values have yet to come
@@ -36,11 +38,9 @@ class Transfers:
         # headers of what a simulated rank gets, by their results, as the stages before have filled them
         self.supposed: dict[Result | None, Header] | None = None
 
-    @property
-    def late(self) -> bool:
-        """True where numbers behind values are read one micro-batch later, so that the host waits for no device."""
-        # then messages of a known form are exchanged whatever fails, with zeros in the place of values
-        return not runtime.over_hosts(self.device)
+    def use(self, device: torch.device) -> None:
+        """Exchange values of a device."""
+        self.device, self.late = device, not runtime.over_hosts(device)
 
     def begin_step(self) -> None:
         """Begin a step or an evaluation, and forget what a failed one left."""

@@ -401,6 +401,21 @@ def test_random_states_that_differ_and_draws_behind_the_call_are_refused():
     par.backward(micro_batches(0), plain_loss)
 
 
+@on_ranks(2)
+def test_what_a_stage_takes_otherwise_out_of_a_micro_batch_is_refused():
+    def another(module, pair):
+        return plain_loss(module, pair[torch.distributed.get_rank()])
+
+    def written(module, pair):
+        pair[0].add_(torch.distributed.get_rank()).remainder_(VOCAB - 1)
+        return plain_loss(module, pair[0])
+
+    for loss in (another, written):
+        par, pairs = stages(), [(one.clone(), one + 1) for one in micro_batches(0)]
+        with pytest.raises(MeshparError, match="other inputs on rank 1 of pp than on rank 0, in micro-batch 0"):
+            par.backward(pairs, loss)
+
+
 CHANGES = {
     "another order": {"order": (3, 2, 1, 0)},
     "a block left out": {"order": (0, 2, 3)},
