@@ -39,6 +39,8 @@ def problems_of(
             yield f"passes are out of order ({arrows(real_passes)}); write {arrows(ordered)}"
         if mesh is not None:
             yield from _axis_problems(real_passes, mesh)
+            for pass_ in real_passes:
+                yield from pass_.conflicts(real_passes, mesh)
     if mesh is not None and layout is not None:
         yield from _content_problems(real_passes, module, layout, mesh, of_parts)
 

@@ -124,6 +124,8 @@ class Pass:
             mesh, and no other pass may claim it.
         splits_sequence: activations between layers are split along the sequence over the pass's axis. The axis's ranks
             then draw different random numbers everywhere, and a block cannot be called alone.
+        works_without_axes: the pass also computes its way where the mesh lacks its axes, which then have size 1.
+        computes_in_parts: what the pass computes also runs on the equal parts of ``TensorParallel(parts=...)``.
         divides_optimizer: optimizer state is divided over replicas, so that none of them may be lost.
         keeps_on_host: parameters, gradients and optimizer state live in host memory.
         compiles: the pass changes the speed of a step, but not its values. The forecast replays a step without it.
@@ -137,6 +139,8 @@ class Pass:
     stage: int
     roles: Mapping[str, Role] = MappingProxyType({})
     splits_sequence: bool = False
+    works_without_axes: bool = False
+    computes_in_parts: bool = True
     divides_optimizer: bool = False
     keeps_on_host: bool = False
     compiles: bool = False
@@ -175,6 +179,10 @@ class Pass:
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         """Yield avoidable costs of the pass in this plan, one line each. Pure."""
+        return iter(())
+
+    def conflicts(self, passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
+        """Yield why the pass cannot apply together with others of ``passes``, one line each. Pure."""
         return iter(())
 
     def machine_problems(self, device_type: str) -> Iterator[str]:

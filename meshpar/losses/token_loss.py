@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
 from meshpar._torch.calls import assert_async
+from meshpar._torch.in_parts import parts_on, sum_by_tree
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 
@@ -139,8 +140,10 @@ def token_loss(
     valid = ((labels_N >= 0) & (labels_N < width)) | (labels_N == ignore_index)
     assert_async(valid.all(), "a label is outside of the vocabulary")
     start = mesh.get_local_rank() * -(-width // mesh.size())
-    local_NV = logits_BLV.to_local().flatten(0, -2)
-    return reduced(_VocabularyParallelLoss.apply(local_NV, labels_N, start, ignore_index, mesh.get_group(), z_loss))
+    local_NV, parts = logits_BLV.to_local().flatten(0, -2), parts_on(mesh) // mesh.size()
+    return reduced(
+        _VocabularyParallelLoss.apply(local_NV, labels_N, start, ignore_index, mesh.get_group(), z_loss, parts)
+    )
 
 
 @contextmanager
@@ -232,6 +235,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         ignore_index: int,
         group: dist.ProcessGroup,
         z_loss: float,
+        parts: int,
     ) -> Tensor:
         scores_NV = local_NV.float()
         width = scores_NV.shape[-1]
@@ -241,8 +245,16 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         here_N = (labels_N >= start) & (labels_N < start + width)
         index_N = (labels_N - start).clamp(0, width - 1)
         picked_N = scores_NV.gather(1, index_N[:, None])[:, 0] * here_N
-        sums_2N = torch.stack([scores_NV.exp_().sum(-1), picked_N])
-        dist.all_reduce(sums_2N, dist.ReduceOp.SUM, group)
+        if parts:
+            powers = [part_NV.contiguous().exp_() for part_NV in scores_NV.chunk(parts, -1)]
+            scores_NV = torch.cat(powers, -1)
+            sums_2N = torch.stack([sum_by_tree([part_NV.sum(-1) for part_NV in powers]), picked_N])
+            gathered = [torch.empty_like(sums_2N) for _ in range(group.size())]
+            dist.all_gather(gathered, sums_2N, group)
+            sums_2N = sum_by_tree(gathered)
+        else:
+            sums_2N = torch.stack([scores_NV.exp_().sum(-1), picked_N])
+            dist.all_reduce(sums_2N, dist.ReduceOp.SUM, group)
         counted_N = labels_N != ignore_index
         loss, slope = _summed((sums_2N[0].log() - sums_2N[1]) * counted_N), list[Tensor]()
         if z_loss:
@@ -262,4 +274,4 @@ class _VocabularyParallelLoss(torch.autograd.Function):
             slope_N1 = slope[0][:, None]
             grad_NV.mul_(1 + slope_N1).scatter_add_(1, index_N[:, None], here_N1 * slope_N1)
         grad_NV = grad_NV * (counted_N * upstream[0])[:, None]
-        return grad_NV.to(ctx.dtype), None, None, None, None, None  # type: ignore[attr-defined]
+        return grad_NV.to(ctx.dtype), *(None,) * 6  # type: ignore[attr-defined]

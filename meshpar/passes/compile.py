@@ -41,6 +41,7 @@ class Compile(Pass):
 
     name = "Compile"
     stage = Stage.COMPILE
+    computes_in_parts = False
     compiles = True
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:

@@ -64,6 +64,7 @@ class Float8(Pass):
 
     name = "Float8"
     stage = Stage.PRECISION
+    computes_in_parts = False
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from block_problems(self.name, module, layout, self.blocks)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshpar._torch.in_parts import TensorInParts
 from meshpar.tensors.placements import held_by_this_rank, local_tensor
 
 FACTOR = 6364136223846793005
@@ -95,6 +96,9 @@ def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = (
     if id(values) in around:
         return
     values_inside: Iterable[Any]
+    if isinstance(values, TensorInParts):
+        yield from values.parts
+        return
     if isinstance(values, Tensor | str | nn.Module | type):
         yield values
         return

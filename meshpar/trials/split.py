@@ -431,6 +431,6 @@ def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]
 def split_test(module: nn.Module, blocks: Sequence[str], device: torch.device, facts: Facts) -> SplitTest | None:
     """Return the test that compares split blocks with unsplit blocks; None if no features are split."""
     split = facts.find(Context)
-    if split is None or split.size == 1:
+    if split is None or split.parts == 1:
         return None
     return SplitTest(module, split, blocks, lambda name: whole_tensor(module.get_parameter(name)).to(device))

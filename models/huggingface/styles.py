@@ -73,8 +73,11 @@ class LatentKeys(Style):
 
     sums_gradients = True
 
+    def length_in_parts(self, module: nn.Module) -> int:
+        return 0
+
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        inner, group, width = module.forward, context.group, self.rotary[name]
+        inner, group, width = module.forward, context.features, self.rotary[name]
 
         def forward(x: Tensor) -> Tensor:
             y = inner(x)
@@ -88,6 +91,9 @@ class LatentKeys(Style):
 @dataclass(frozen=True, slots=True)
 class FullPositions(Style):
     """On the base model, under sequence parallelism: give it the positions of the whole sequence, not of its part."""
+
+    def length_in_parts(self, module: nn.Module) -> int:
+        return 0
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         def fill(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,10 +130,13 @@ class Heads(Style):
             if value % size:
                 yield f"{name}.{attribute} is {value}, which tp={size} does not divide; {sizes_text('tp', value)}"
 
+    def length_in_parts(self, module: nn.Module) -> int:
+        return 0
+
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Make the counts this rank's, and make the region known before anything inside is installed."""
         for attribute, value in self._counted(module):
-            set_attribute(module, attribute, value // context.size)
+            set_attribute(module, attribute, value // context.parts)
         context.regions[name] = Region(self.local_inputs)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
@@ -154,6 +163,9 @@ class Head(Style):
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         return Colwise(gather=self.gather).problems(name, module, size)
+
+    def length_in_parts(self, module: nn.Module) -> int:
+        return Colwise().length_in_parts(module)
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         Colwise(gather=self.gather).shard(name, module, context)

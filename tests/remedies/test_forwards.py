@@ -527,7 +527,7 @@ ROWS = [
     .helps(
         "use TensorParallel(sequence_parallel=False)", lambda: branches("mixture.experts.*", sequence_parallel=False)
     ),
-    TwoRanks("sequence length {} is not divided by tp={}")
+    TwoRanks("sequence length {} is not divided by {}, over which")
     .refuses(lambda: sequence(15))
     .helps("pad the batch to a multiple", lambda: sequence(16))
     .helps("use TensorParallel(sequence_parallel=False)", lambda: sequence(15, sequence_parallel=False)),

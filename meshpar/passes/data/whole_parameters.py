@@ -273,7 +273,7 @@ def is_whole(parameter: Any) -> bool:
 def sum_gradients(name: str, module: nn.Module, context: Context) -> None:
     """Sum the partial gradients of the module's own parameters inside autograd, by ``copy_weight``."""
     # a hook on the parameter would sum what earlier micro-batches accumulated once more
-    inner, group = module.forward, context.group
+    inner, group = module.forward, context.features
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         parameters = {leaf: value for leaf, value in module._parameters.items() if value is not None}

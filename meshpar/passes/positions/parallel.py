@@ -52,6 +52,7 @@ class ContextParallel(Pass):
 
     name = "ContextParallel"
     stage = Stage.POSITIONS
+    computes_in_parts = False
     roles = MappingProxyType({"cp": Role.POSITIONS})
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, final
 
@@ -13,8 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshpar._torch.groups import collective_ops as ops
+from meshpar._torch.in_parts import in_parts, parts_of, sum_by_tree
 from meshpar.core import runtime
 from meshpar.passes.data.gather_and_reduce import swaps, to_the_other
+
+_OfParts = Callable[..., Sequence[Tensor]]
+_WHOLE = 1 << 16
+"""Bytes up to which each rank gathers all ranks' values of a sum: one exchange in the place of two."""
+_ALIGNMENT = 64
+"""Bytes to which torch aligns the memory of a tensor on a CPU, and more elsewhere."""
 
 
 @final
@@ -50,6 +57,19 @@ class SimulatedGroup:
         return everything
 
 
+@final
+class PartsGroup:
+    """An axis that computes ``parts`` equal parts, several a rank as one tensor in parts; sums follow one tree."""
+
+    def __init__(self, group: Any, parts: int) -> None:
+        self.group, self.each = group, parts // group.size()
+        self.numbers = range(group.rank() * self.each, (group.rank() + 1) * self.each)
+
+    def size(self) -> int:
+        """Return the number of parts of all ranks."""
+        return self.each * self.group.size()  # type: ignore[no-any-return]
+
+
 class _Linked(torch.autograd.Function):
     # how is one argument: torch.compile takes the context away where forward(ctx, ..., *how) has as many as parameters
     @staticmethod
@@ -69,43 +89,87 @@ def link(x: Tensor, compute: Callable[..., Tensor], back: Callable[..., Tensor],
     return _Linked.apply(x, compute, back, how)
 
 
-def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+class _LinkedParts(torch.autograd.Function):
+    """As :class:`_Linked` of several tensors: ``compute`` and ``back`` take tensors and return tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: _OfParts, back: _OfParts, how: tuple[Any, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.compute, ctx.back, ctx.how = compute, back, how
+        return tuple(compute(xs, *how))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *_LinkedParts.apply(ctx.back, ctx.compute, ctx.how, *grads)
+
+
+def _link_parts(x: Tensor, compute: _OfParts, back: _OfParts, *how: Any) -> Tensor:
+    """Return ``compute`` of the parts of ``x``, in parts where it gives several; the gradient is ``back``'s."""
+    return in_parts(_LinkedParts.apply(compute, back, how, *parts_of(x)))
+
+
+def own_parts(x: Tensor, dim: int, group: Any) -> Tensor:
+    """Return this rank's ``x`` in the parts that it computes, cut along ``dim``; as it is where there are none."""
+    return _link_parts(x, _cut, _joined, dim, group) if isinstance(group, PartsGroup) else x
+
+
+def join_parts(x: Tensor, dim: int, group: Any) -> Tensor:
+    """Return the parts of this rank joined along ``dim``."""
+    return _link_parts(x, _joined, _cut, dim, group) if isinstance(group, PartsGroup) else x
+
+
+def copy_to(x: Tensor, group: Any) -> Tensor:
     """Return ``x``, replicated over the axis; its gradient is summed over the axis."""
+    if isinstance(group, PartsGroup):
+        return _link_parts(x, _copies, _total, group)
     return link(x, _view, reduce_from, group)
 
 
-def copy_weight(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def copy_weight(x: Tensor, group: Any) -> Tensor:
     """Return a parameter that every rank holds whole; its gradient is summed over the axis, in float32 or wider."""
+    if isinstance(group, PartsGroup):
+        return _link_parts(x, _copies, _total_in_float32, group)
     return link(x, _view, _sum_in_float32, group)
 
 
-def reduce_from(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_from(x: Tensor, group: Any) -> Tensor:
     """Return the sum of the axis's partial ``x``, replicated; the gradient passes as it is."""
+    if isinstance(group, PartsGroup):
+        return _link_parts(x, _total, _copies, group)
     return link(x, _all_reduce, _copy_trained, group)
 
 
-def gather_partial(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def gather_partial(x: Tensor, dim: int, group: Any) -> Tensor:
     """Return the shards of ``x`` joined along ``dim``; the gradient, partial over the axis, is summed and scattered."""
+    if isinstance(group, PartsGroup):
+        return _link_parts(x, _gathered_copies, _scattered_total, dim, group)
     return link(x, _all_gather, reduce_scatter, dim, group)
 
 
-def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
     """Return this rank's shard along ``dim`` of the sum of the axis's partial ``x``; the gradient is gathered."""
+    if isinstance(group, PartsGroup):
+        return _link_parts(x, _scattered_total, _gathered_copies, dim, group)
     return link(x, _reduce_scatter, gather_partial, dim, group)
 
 
-def gather_replicated(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+def gather_replicated(x: Tensor, size: int, group: Any) -> Tensor:
     """Return the last dim's chunks joined to ``size`` features, for a use that is the same on every rank."""
+    if isinstance(group, PartsGroup):
+        return gather_replicated(join_parts(x, x.ndim - 1, group), size, group.group)
     return link(x, join_chunks, _split_chunks, x.ndim - 1, size, group)
 
 
-def split_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def split_replicated(x: Tensor, group: Any) -> Tensor:
     """Return this rank's chunk of the last dim of a replicated ``x``; the gradients of the chunks are joined."""
+    if isinstance(group, PartsGroup):
+        return own_parts(split_replicated(x, group.group), x.ndim - 1, group)
     return _split_chunks(x, x.ndim - 1, x.shape[-1], group)
 
 
-def regroup(weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+def regroup(weight: Tensor, parts: int, dim: int, group: Any) -> Tensor:
     """Return [q_r | k_r | v_r] of ``parts`` equal ones fused along ``dim``, of contiguous shards of [q | k | v]."""
+    if isinstance(group, PartsGroup):
+        return _link_parts(regroup(weight, parts, dim, group.group), _cut_fused, _joined_fused, parts, dim, group)
     return link(weight, _by_part, _ungroup, parts, dim, group)
 
 
@@ -162,6 +226,73 @@ def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> 
     if isinstance(group, SimulatedGroup):
         return torch.cat([parts[group.rank()] for parts in group.exchange(x.detach().split(sent))])
     return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), received, sent, group.group_name))
+
+
+def _sum_over_ranks(x: Tensor, group: Any) -> Tensor:
+    """Return the sum of the ranks' ``x`` by the tree, the same on all; a large one is summed a share a rank."""
+    size = group.size()
+    if size == 1:
+        return x
+    if isinstance(group, SimulatedGroup):
+        return sum_by_tree(group.exchange(x.detach()))
+    if size == 2 or x.nbytes <= _WHOLE:
+        return sum_by_tree(_all_gather(x.reshape(1, -1), 0, group).unbind()).view(x.shape)
+    share = -(-x.numel() // size)
+    part = _sum_shares(F.pad(x.reshape(-1), (0, share * size - x.numel())), group)
+    return _all_gather(part, 0, group)[: x.numel()].view(x.shape)
+
+
+def _sum_shares(stacked: Tensor, group: Any) -> Tensor:
+    """Return this rank's share along dim 0 of the sum by the tree of the ranks' ``stacked``."""
+    size = group.size()
+    rows = [len(stacked) // size] * size
+    return sum_by_tree(_all_to_all(stacked, rows, rows, group).chunk(size)) if size > 1 else stacked
+
+
+def _copies(xs: Sequence[Tensor], group: PartsGroup) -> list[Tensor]:
+    return [xs[0].view_as(xs[0]) for _ in group.numbers]
+
+
+def _total(xs: Sequence[Tensor], group: PartsGroup) -> list[Tensor]:
+    return [_sum_over_ranks(sum_by_tree(xs), group.group)]
+
+
+def _total_in_float32(xs: Sequence[Tensor], group: PartsGroup) -> list[Tensor]:
+    wide = torch.promote_types(xs[0].dtype, torch.float32)
+    return [_total([x.to(wide) for x in xs], group)[0].to(xs[0].dtype)]
+
+
+def _gathered_copies(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[Tensor]:
+    return _copies([_all_gather(xs[0], dim, group.group) if group.group.size() > 1 else xs[0]], group)
+
+
+def _scattered_total(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[Tensor]:
+    total = sum_by_tree(xs)
+    return [_sum_shares(torch.cat(total.chunk(group.group.size(), dim)) if dim else total, group.group)]
+
+
+def _cut(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[Tensor]:
+    return [_own_memory(part) for part in xs[0].chunk(group.each, dim)]
+
+
+def _joined(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[Tensor]:
+    return [torch.cat(list(xs), dim)]
+
+
+def _cut_fused(xs: Sequence[Tensor], fused: int, dim: int, group: PartsGroup) -> list[Tensor]:
+    pieces = [projection.chunk(group.each, dim) for projection in xs[0].chunk(fused, dim)]
+    return [torch.cat(part, dim) for part in zip(*pieces)]
+
+
+def _joined_fused(xs: Sequence[Tensor], fused: int, dim: int, group: PartsGroup) -> list[Tensor]:
+    pieces = zip(*(part.chunk(fused, dim) for part in xs))
+    return [torch.cat([piece for projection in pieces for piece in projection], dim)]
+
+
+def _own_memory(part: Tensor) -> Tensor:
+    """Return a part as a rank of its own has it: libraries compute other bits of other strides and alignments."""
+    aligned = part.is_contiguous() and part.storage_offset() * part.element_size() % _ALIGNMENT == 0
+    return part.view_as(part) if aligned else part.clone(memory_format=torch.contiguous_format)
 
 
 def _view(x: Tensor, *how: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar._torch.autograd import in_backward
+from meshpar._torch.in_parts import in_parts, parts_of
 from meshpar.core.errors import ParallelError, PlanError
 from meshpar.exchange.ranks import Looks, same
-from meshpar.passes.tensor.collectives import copy_to, gather_partial, reduce_from, reduce_scatter
+from meshpar.passes.tensor.collectives import PartsGroup, copy_to, gather_partial, reduce_from, reduce_scatter
 from meshpar.passes.tensor.random import SplitState
 from meshpar.step.calls import set_forward
 
@@ -59,6 +60,8 @@ class Context:
     # None where nothing is drawn
     random: SplitState | None
     inputs: tuple[str, ...]
+    # how many equal parts are computed on every mesh; None: one a rank
+    equal_parts: int | None = None
     # None where nothing is looked at
     arrivals: Arrivals | None = None
     # id of a parameter before or after -> both, so that tied ones stay tied
@@ -72,6 +75,22 @@ class Context:
     def size(self) -> int:
         """How many ranks the axis has."""
         return self.mesh.size()
+
+    @property
+    def features(self) -> Any:
+        """What collectives of split features take: the group, or a PartsGroup of it."""
+        return self.group if self.equal_parts is None else PartsGroup(self.group, self.equal_parts)
+
+    @property
+    def parts(self) -> int:
+        """In how many parts features are computed."""
+        return self.size if self.equal_parts is None else self.equal_parts
+
+    def of_each_part(self, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Return ``run(number, *parts)`` of each part that this rank computes, by its number among all."""
+        if self.equal_parts is None:
+            return run(self.rank, *tensors)
+        return in_parts([run(*part) for part in zip(self.features.numbers, *map(parts_of, tensors))])
 
     def part(self, module: nn.Module, x: Tensor) -> None:
         """Tell that what ``module`` computes of ``x`` from here on is split over the axis."""
@@ -114,12 +133,12 @@ class Context:
 
     def enter(self, x: Tensor) -> Tensor:
         """Bring hidden states from between the regions to a computation that is split over the axis."""
-        group = self.group
+        group = self.features
         return gather_partial(x, SEQUENCE_DIM, group) if self.sequence_parallel else copy_to(x, group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Bring the axis's partial sums back to hidden states between the regions."""
-        group = self.group
+        group = self.features
         if not self.sequence_parallel:
             return reduce_from(x, group)
         self.positions_each(x.shape[SEQUENCE_DIM])
@@ -127,9 +146,10 @@ class Context:
 
     def positions_each(self, length: int) -> int:
         """Return how many of a sequence's positions each rank has between the regions."""
-        if length % self.size:
+        if length % self.parts:
+            size = f"tp={self.size}" if self.equal_parts is None else f"parts={self.parts}"
             raise PlanError(
-                f"sequence length {length} is not divided by tp={self.size}, over which sequence parallelism "
+                f"sequence length {length} is not divided by {size}, over which sequence parallelism "
                 "splits it; pad the batch to a multiple, or use TensorParallel(sequence_parallel=False)"
             )
         return length // self.size
@@ -163,6 +183,10 @@ class Style:
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield why ``module`` cannot be split over ``size`` ranks. Pure."""
         return iter(())
+
+    def length_in_parts(self, module: nn.Module) -> int | None:
+        """Return the length that ``TensorParallel(parts=...)`` must divide, 0 where nothing is; None: unsupported."""
+        return None
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Replace the parameters that are split by DTensors on ``context.mesh``."""

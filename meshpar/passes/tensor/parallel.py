@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, final
@@ -11,6 +11,7 @@ from typing import Any, final
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar._torch.in_parts import set_parts
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, sizes_text
 from meshpar.core.passes import Checking, Facts, Installed, Pass, Role, Stage, find_blocks, unmatched
@@ -19,7 +20,8 @@ from meshpar.passes.data.whole_parameters import keep_whole, see_whole, whole_st
 from meshpar.passes.tensor.context import Arrivals, Context, Style
 from meshpar.passes.tensor.parts import CopiedHeads, Parts
 from meshpar.passes.tensor.random import SplitState, draws_random
-from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
+from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, parse
+from meshpar.passes.tensor.styles import Sequence as SequenceStyle
 from meshpar.step.calls import installed, set_attribute
 
 _WHOLE_SHARE = 0.25
@@ -64,11 +66,15 @@ class TensorParallel(Pass):
             ``rowwise_split``, ``vocab``, ``features``, ``head``, ``sequence`` and ``grad_sum``. A pattern that names a
             parameter (``blocks.*.attn.sinks``) supports ``per_head``, which splits the first dim, ``grad_sum``, and
             None: whole, used with whole features.
+        parts: number of equal parts in which features are computed on every mesh, a power of two that ``tp`` divides.
+            The results then have the same bits for every size of ``tp``, also without ``tp``
+            (docs/same_bits.md). None: one part a rank.
     """
 
     sequence_parallel: bool = False
     loss_parallel: bool = False
     styles: Mapping[str, Any] = field(default_factory=dict)
+    parts: int | None = None
 
     name = "TensorParallel"
     stage = Stage.TENSOR
@@ -78,13 +84,69 @@ class TensorParallel(Pass):
     def splits_sequence(self) -> bool:  # type: ignore[override]
         return self.sequence_parallel
 
+    @property
+    def works_without_axes(self) -> bool:  # type: ignore[override]
+        return self.parts is not None
+
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        size = mesh.axes["tp"]
+        if self.parts is None:
+            problems = self._every_problem(module, layout, size)
+        else:
+            problems = self._problems_in_parts(module, layout, size, self.parts)
         # those that differ by the number of a layer once
         alike: dict[str, list[str]] = {}
-        for problem in self._every_problem(module, layout, mesh.axes["tp"]):
+        for problem in problems:
             alike.setdefault(re.sub(r"(?<=\.)\d+(?=[.'])", "*", problem), []).append(problem)
         for first, *more in alike.values():
             yield first + (f" (and {len(more)} more like it)" if more else "")
+
+    def conflicts(self, passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
+        for other in passes if self.parts is not None else ():
+            sizes = [mesh.axes.get(axis, 1) for axis in other.axes]
+            if not other.computes_in_parts and (not sizes or max(sizes) > 1):
+                yield (
+                    f"{other.name} does not compute in the equal parts of TensorParallel(parts={self.parts}); drop "
+                    f"{other.name}, or drop parts= from TensorParallel"
+                )
+
+    def _problems_in_parts(self, module: nn.Module, layout: ModelLayout, size: int, parts: int) -> Iterator[str]:
+        """Yield why features cannot be computed in ``parts`` equal parts by ``size`` ranks."""
+        if (above := 1 << (size - 1).bit_length()) != size:
+            yield f"tp={size} is no power of two, as TensorParallel(parts=...) needs; use tp={above // 2} or {above}"
+            return
+        if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1 or parts & (parts - 1) or parts % size:
+            yield (
+                f"TensorParallel(parts={parts!r}) is no power of two that tp={size} divides; write parts={max(8, size)}"
+            )
+            return
+        problems = list(self._reasons(module, layout, parts))
+        fewer = [1 << power for power in reversed(range(parts.bit_length() - 1)) if problems and 1 << power >= size]
+        fits = next((count for count in fewer if not any(self._reasons(module, layout, count))), None)
+        for problem in problems:
+            # without the sizes of tp that it proposes
+            text = re.sub(
+                r"; (use tp=[^;]*|drop tp from the mesh)$", "", problem.replace(f"tp={parts}", f"parts={parts}")
+            )
+            yield text if fits is None else f"{text}; use parts={fits}"
+
+    def _reasons(self, module: nn.Module, layout: ModelLayout, parts: int) -> Iterator[str]:
+        """Yield why features cannot be computed in ``parts`` equal parts, by any number of ranks."""
+        yield from self._every_problem(module, layout, parts)
+        if layout.dropout or draws_random(module):
+            yield "the model has dropout, whose masks follow the ranks of tp; set dropout to 0, or drop parts="
+        for name, child, style in self._table(module, layout).styled:
+            length = style.length_in_parts(child)
+            if length is None:
+                yield (
+                    f"{name} has the style {type(style).__name__}, which does not compute in equal parts; leave it "
+                    f"whole: {whole_styles([name])}, or drop parts= from TensorParallel"
+                )
+            elif length % parts:
+                yield (
+                    f"{name} splits {length} rows or features, which parts={parts} does not divide; leave it whole: "
+                    f"{whole_styles([name])}"
+                )
 
     def _every_problem(self, module: nn.Module, layout: ModelLayout, size: int) -> Iterator[str]:
         if layout.tensor.refusal:
@@ -112,7 +174,7 @@ class TensorParallel(Pass):
         yield from _region_problems(module, table)
         yield from _own_problems(module, table)
         yield from _sum_problems(table)
-        if self.sequence_parallel and not any(isinstance(style, Sequence) for style in table.modules.values()):
+        if self.sequence_parallel and not any(isinstance(style, SequenceStyle) for style in table.modules.values()):
             yield (
                 "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it names "
                 "none: leave it off"
@@ -177,12 +239,15 @@ class TensorParallel(Pass):
             loss_parallel=self.loss_parallel,
             random=SplitState() if draws else None,
             arrivals=arrivals,
+            equal_parts=self.parts,
             inputs=layout.tensor.hidden_inputs,
         )
+        if self.parts is not None:
+            set_parts(axis, self.parts)
         table = self._table(module, layout)
         # A wrapper that takes a module's own parameters goes inside of the one that prepares its inputs.
         styled = [*_parameter_styles(module, table), *table.styled]
-        styled = list(_with_copied_heads(module, layout, styled, context.size))
+        styled = list(_with_copied_heads(module, layout, styled, context.parts))
         context.regions.update({name: style for name, _, style in styled if style.is_region})
         context.styles.update({name: style for name, _, style in styled})
         for name, child, style in styled:

@@ -20,7 +20,7 @@ from meshpar.passes.data.whole_parameters import (
     replaced_problems,
     shard_parameter,
 )
-from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, regroup
+from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, own_parts, regroup
 from meshpar.passes.tensor.context import Context, Style
 from meshpar.step.calls import set_forward
 
@@ -60,6 +60,9 @@ class Parts(Style):
                     f"{fits}"
                 )
 
+    def length_in_parts(self, module: nn.Module) -> int:
+        return 0
+
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         for parameter, (dim, _) in self.dims.items():
             value = module._parameters.get(parameter)
@@ -67,7 +70,7 @@ class Parts(Style):
                 shard_parameter(module, parameter, dim % value.ndim, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        inner, group = module.forward, context.group
+        inner, group = module.forward, context.features
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.sums:
@@ -91,7 +94,9 @@ class Parts(Style):
             dim, fused = self.dims.get(name, (0, 1))
             if fused > 1:
                 parts[name] = regroup(part, fused, dim % part.ndim, group)
-            elif name not in self.dims and name in (*self.added, *self.summed):
+            elif name in self.dims:
+                parts[name] = own_parts(part, dim % part.ndim, group)
+            elif name in (*self.added, *self.summed):
                 whole = copy_weight(part, group)
                 parts[name] = whole / group.size() if name in self.added else whole
         return parts
@@ -188,16 +193,20 @@ class FeatureTable(Style):
             yield from replaced_problems(name, module, nn.Embedding)
             yield from empty_problems(name, "features", module.get_parameter("weight").shape[1], size)
 
+    def length_in_parts(self, module: nn.Module) -> int:
+        return module.get_parameter("weight").shape[1]
+
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         shard_parameter(module, "weight", 1, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        inner, group, width = module.forward, context.group, module.get_parameter("weight").shape[1]
+        inner, group, width = module.forward, context.features, module.get_parameter("weight").shape[1]
         if not self.gather:
             context.join_after(name)
 
         def forward(tokens: Tensor) -> Tensor:
-            vectors = with_own(module, {"weight": local(module.weight)}, lambda: inner(tokens))
+            weight = own_parts(local(module.weight), 1, group)
+            vectors = with_own(module, {"weight": weight}, lambda: inner(tokens))
             if self.gather:
                 return gather_replicated(vectors, width, group)
             context.part(module, vectors)
@@ -216,8 +225,11 @@ class Shared(Style):
             yield f"{name} has parameters, whose gradients a share would scale; leave it out of the table"
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        inner, size = module.forward, context.size
+        inner, size = module.forward, context.parts
         set_forward(module, lambda x: inner(x) / size)
+
+    def length_in_parts(self, module: nn.Module) -> int:
+        return 0
 
 
 @final
@@ -228,15 +240,20 @@ class CopiedHeads(Style):
     heads: int
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        group, dim = context.group, 1 if is_transposed(module) else 0
+        group, dim = context.features, 1 if is_transposed(module) else 0
         width = (features_of(module) or (0, 0))[1] // self.heads
-        start = group.rank() * self.heads // group.size() * width
         prepare = context.enter if context.region_of(name) is None else None
+
+        def of_head(whole: Tensor, dim: int) -> Tensor:
+            def narrow(number: int, x: Tensor) -> Tensor:
+                return x.narrow(dim, number * self.heads // group.size() * width, width)
+
+            return context.of_each_part(narrow, copy_weight(whole, group))
 
         def forward(x: Tensor) -> Tensor:
             weight, bias = local(module._parameters["weight"]), local(module._parameters.get("bias"))
-            weight = copy_weight(weight, group).narrow(dim, start, width)
-            bias = None if bias is None else copy_weight(bias, group).narrow(0, start, width)
+            weight = of_head(weight, dim)
+            bias = None if bias is None else of_head(bias, 0)
             return linear(module, x if prepare is None else prepare(x), weight, bias)
 
         set_forward(module, forward, reads_parameters=True)

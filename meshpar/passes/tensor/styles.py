@@ -28,8 +28,16 @@ from meshpar.passes.data.whole_parameters import (
     strides,
     sum_gradients,
 )
-from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, regroup, split_replicated
-from meshpar.passes.tensor.context import Context, Style
+from meshpar.passes.tensor.collectives import (
+    copy_to,
+    copy_weight,
+    gather_replicated,
+    join_parts,
+    own_parts,
+    regroup,
+    split_replicated,
+)
+from meshpar.passes.tensor.context import SEQUENCE_DIM, Context, Style
 from meshpar.passes.tensor.parts import FeatureTable
 from meshpar.step.calls import record, set_forward
 
@@ -53,27 +61,33 @@ class Vocabulary(Style):
                 yield from replaced_problems(name, module, nn.Embedding)
             yield from empty_problems(name, "rows", module.num_embeddings, size)
 
+    def length_in_parts(self, module: nn.Module) -> int:
+        return module.get_parameter("weight").shape[0]
+
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         shard_parameter(module, "weight", 0, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         assert isinstance(module, nn.Embedding)
-        rows = -(-module.num_embeddings // context.size)
-        start = rows * context.rank
-        width = min(rows, module.num_embeddings - start)
-        padding, scaled = module.padding_idx, _is_scaled(module)
+        rows = -(-module.num_embeddings // context.parts)
+        padding, scaled, group = module.padding_idx, _is_scaled(module), context.features
 
         def lookup(tokens: Tensor) -> Tensor:
             assert_async(
                 ((tokens >= 0) & (tokens < module.num_embeddings)).all(), "a token is outside of the vocabulary"
             )
-            weight = local(module.weight)
-            here = (tokens >= start) & (tokens < start + width)
-            index = torch.where(here, tokens - start, 0)
-            vectors = F.embedding(index, weight)
-            if padding is not None:
-                vectors = torch.where((tokens == padding)[..., None], vectors.detach(), vectors)
-            vectors = context.leave(vectors * here[..., None])
+
+            def lookup_part(number: int, weight: Tensor) -> Tensor:
+                start = rows * number
+                width = min(rows, module.num_embeddings - start)
+                here = (tokens >= start) & (tokens < start + width)
+                index = torch.where(here, tokens - start, 0)
+                vectors = F.embedding(index, weight)
+                if padding is not None:
+                    vectors = torch.where((tokens == padding)[..., None], vectors.detach(), vectors)
+                return vectors * here[..., None]
+
+            vectors = context.leave(context.of_each_part(lookup_part, own_parts(local(module.weight), 0, group)))
             if not scaled:
                 return vectors
             scale: Any = module.embed_scale
@@ -137,7 +151,10 @@ class Region(Style):
                 f"{name} has a second input with a gradient, whose positions in the sequence are unknown; use "
                 "TensorParallel(sequence_parallel=False)"
             )
-        return copy_to(value, context.group)
+        return copy_to(value, context.features)
+
+    def length_in_parts(self, module: nn.Module) -> int:
+        return 0
 
 
 @final
@@ -177,12 +194,15 @@ class Colwise(Style):
                 f"divide; {sizes_text('tp', width // self.parts)}"
             )
 
+    def length_in_parts(self, module: nn.Module) -> int:
+        return (features_of(module) or (0, 0))[1] // self.parts
+
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         shard_parameter(module, "weight", 1 if is_transposed(module) else 0, context)
         shard_parameter(module, "bias", 0, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        group, out_dim = context.group, 1 if is_transposed(module) else 0
+        group, out_dim = context.features, 1 if is_transposed(module) else 0
         prepare = context.enter if context.region_of(name) is None else None
         width = (features_of(module) or (0, 0))[1]
         if self.gather == "no":
@@ -197,6 +217,9 @@ class Colwise(Style):
             if self.parts > 1:
                 weight = regroup(weight, self.parts, out_dim, group)
                 bias = None if bias is None else regroup(bias, self.parts, 0, group)
+            else:
+                weight = own_parts(weight, out_dim, group)
+                bias = None if bias is None else own_parts(bias, 0, group)
             return finish(linear(module, x if prepare is None else prepare(x), weight, bias))
 
         def finish(y: Tensor) -> Tensor:
@@ -205,13 +228,15 @@ class Colwise(Style):
             # generation wants all logits
             if self.gather == "loss" and context.loss_parallel and torch.is_grad_enabled():
                 shape = torch.Size((*y.shape[:-1], width))
+                y = join_parts(y, y.ndim - 1, group)
                 return DTensor.from_local(
                     y, context.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=strides(shape)
                 )
             return gather_replicated(y, width, group)
 
         set_forward(module, forward, reads_parameters=True)
-        if self.gather == "loss" and prepare is not None:  # what the chunked loss does around its own products
+        # what the chunked loss does around its own products, which are of whole shards
+        if self.gather == "loss" and prepare is not None and context.equal_parts is None:
             record(module).around = (prepare, finish)
 
 
@@ -234,20 +259,25 @@ class Rowwise(Style):
             yield from replaced_problems(name, module, nn.Linear)
             yield from empty_problems(name, "input features", features[0], size)
 
+    def length_in_parts(self, module: nn.Module) -> int:
+        return (features_of(module) or (0, 0))[0]
+
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         shard_parameter(module, "weight", 0 if is_transposed(module) else 1, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        group = context.group
+        group, in_dim = context.features, 0 if is_transposed(module) else 1
 
         def forward(x: Tensor) -> Tensor:
             x = split_replicated(x, group) if self.split_input else x
-            y = context.leave(linear(module, x, local(module.weight), None))
+            y = context.leave(linear(module, x, own_parts(local(module.weight), in_dim, group), None))
             context.join()
             bias = local(module._parameters["bias"])
             if bias is None:
                 return y
-            return y + (copy_weight(bias, group) if context.sequence_parallel else bias)
+            if not context.sequence_parallel:
+                return y + bias
+            return join_parts(own_parts(y, SEQUENCE_DIM, group) + copy_weight(bias, group), SEQUENCE_DIM, group)
 
         set_forward(module, forward, reads_parameters=True)
 
@@ -262,15 +292,27 @@ class Sequence(Style):
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         if not context.sequence_parallel:
             return
-        inner = module.forward
-        if isinstance(module, nn.Embedding):
+        inner, group, is_embedding = module.forward, context.features, isinstance(module, nn.Embedding)
+        if is_embedding:
 
             def forward(positions: Tensor) -> Tensor:
-                length = context.positions_each(positions.shape[-1])
-                return inner(positions.narrow(-1, context.rank * length, length))
+                length = context.positions_each(positions.shape[-1]) * context.size // context.parts
+                return inner(context.of_each_part(lambda number: positions.narrow(-1, number * length, length)))
 
             set_forward(module, forward)
         sum_gradients(name, module, context)
+        if context.equal_parts is None:
+            return
+        summed = module.forward
+
+        def forward_in_parts(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            x = x if is_embedding else own_parts(x, SEQUENCE_DIM, group)
+            return join_parts(summed(x, *args, **kwargs), SEQUENCE_DIM, group)
+
+        set_forward(module, forward_in_parts)
+
+    def length_in_parts(self, module: nn.Module) -> int:
+        return 0
 
 
 @final
@@ -279,6 +321,9 @@ class GradSum(Style):
     """A replicated module applied to this rank's slice of heads (q/k norms): its gradients are summed over the axis."""
 
     sums_gradients = True
+
+    def length_in_parts(self, module: nn.Module) -> int:
+        return 0
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         sum_gradients(name, module, context)

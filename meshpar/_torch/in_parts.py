@@ -1,0 +1,159 @@
+"""A tensor that several equal parts stand for, each computed by itself, and sums that follow one tree.
+
+- ``TensorInParts``: torch has no public form of a tensor without memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar.core.errors import MeshparError
+
+_ITERATE = torch.Tensor.__iter__
+_REGISTER_HOOK = torch.Tensor.register_hook
+_SET_ITEM = torch.Tensor.__setitem__
+
+
+@final
+class TensorInParts(Tensor):
+    """Equal parts of one tensor: each operator runs part by part, as it would on a rank that has one of them.
+
+    Shape, dtype and device are those of one part. A value that Python reads must be the same in all parts.
+    """
+
+    parts: tuple[Tensor, ...]
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Tensor]) -> TensorInParts:
+        first = parts[0]
+        shell: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            first.shape,
+            strides=first.stride(),
+            dtype=first.dtype,
+            device=first.device,
+            requires_grad=first.requires_grad,
+        )
+        shell.parts = tuple(parts)
+        return shell  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{len(self.parts)} parts of {tuple(self.parts[0].shape)}, {self.parts[0].dtype}"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        wholes: list[TensorInParts] = []
+        _find(args, wholes)
+        _find(kwargs, wholes)
+        name = getattr(func, "__name__", str(func))
+        _check(func, name, args, kwargs, wholes)
+        if func is _ITERATE:
+            return iter(wholes[0].unbind(0))
+        if func is _REGISTER_HOOK:
+            return _Handles([_REGISTER_HOOK(part, *args[1:], **kwargs) for part in wholes[0].parts])
+        count = len(wholes[0].parts)
+        return _join(name, [func(*_take(args, number), **_take(kwargs, number)) for number in range(count)])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise MeshparError(
+            f"{func} cannot compute in equal parts of tp: something inside of a split layer calls it past torch's "
+            "functions; drop parts= from TensorParallel"
+        )
+
+
+@final
+class _Handles:
+    """The handles of a hook on each of several parts."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _check(func: Any, name: str, args: Any, kwargs: dict[str, Any], wholes: Sequence[TensorInParts]) -> None:
+    """Refuse what would lose gradients, or write each part into the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(whole.grad_fn is not None for whole in wholes):
+            raise MeshparError(
+                "a torch.autograd.Function inside of a split layer cannot compute in equal parts of tp; write it with "
+                "torch's operators, or drop parts= from TensorParallel"
+            )
+    writes = func is _SET_ITEM or (name.endswith("_") and not name.endswith("__"))
+    target = args[0] if writes and args else kwargs.get("out")
+    if isinstance(target, Tensor) and not isinstance(target, TensorInParts):
+        raise MeshparError(
+            f"{name} writes values of a split layer, computed in equal parts of tp, into a tensor that is whole; "
+            "write it without writing in place, or drop parts= from TensorParallel"
+        )
+
+
+def _find(values: Any, wholes: list[TensorInParts]) -> None:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, TensorInParts):
+            wholes.append(value)
+        elif isinstance(value, tuple | list | dict):
+            _find(value, wholes)
+
+
+def _take(value: Any, number: int) -> Any:
+    """Return arguments with one part in the place of each tensor in parts."""
+    if isinstance(value, TensorInParts):
+        return value.parts[number]
+    if isinstance(value, dict):
+        return {key: _take(inner, number) for key, inner in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_take(inner, number) for inner in value)
+    return value
+
+
+def _join(name: str, values: list[Any]) -> Any:
+    """Return what several parts gave as one value."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return TensorInParts(values)
+    if isinstance(first, tuple | list) and not isinstance(first, torch.Size):
+        inner = [_join(name, list(items)) for items in zip(*values, strict=True)]
+        return type(first)(*inner) if hasattr(first, "_make") else type(first)(inner)
+    if any(value != first for value in values[1:]):
+        raise MeshparError(
+            f"{name} gives Python another value in each of the equal parts of tp; use torch.where, or "
+            "drop parts= from TensorParallel"
+        )
+    return first
+
+
+def in_parts(parts: Sequence[Tensor]) -> Tensor:
+    """Return one tensor in several parts, and a single part as it is."""
+    return parts[0] if len(parts) == 1 else TensorInParts(parts)
+
+
+def parts_of(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the parts of a tensor, which is itself the only part of a plain one."""
+    return x.parts if isinstance(x, TensorInParts) else (x,)
+
+
+def sum_by_tree(values: Sequence[Tensor]) -> Tensor:
+    """Return the sum of a power of two of tensors, neighbours first: ((0 1)(2 3))((4 5)(6 7))."""
+    while len(values) > 1:
+        values = [first + second for first, second in zip(values[::2], values[1::2], strict=True)]
+    return values[0].contiguous()
+
+
+def set_parts(mesh: DeviceMesh, parts: int) -> None:
+    """Let sums over an axis follow the tree over ``parts`` equal parts."""
+    vars(mesh)["_meshpar_parts"] = parts
+
+
+def parts_on(mesh: DeviceMesh) -> int:
+    """Return in how many equal parts an axis computes, 0 where each rank computes its own."""
+    return vars(mesh).get("_meshpar_parts", 0)  # type: ignore[no-any-return]
