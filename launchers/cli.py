@@ -371,9 +371,20 @@ def import_model(
 
 @checkpoints.command()
 @_reported
-def ls(root: Root, debug: Debug = False) -> None:
+def ls(
+    root: Root,
+    best: Annotated[
+        str | None, Option(help="Metric whose best step is marked; default: the recipe's, or val/loss.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
     """List the committed steps and unfinished folders."""
-    print(steps.list_steps(root))
+    from meshpar.launchers.recipes.yamlfile import read_document
+
+    for file in (root / "recipe.yaml", root.parent / "recipe.yaml"):
+        if best is None and file.is_file():
+            best = (read_document(file).data.get("checkpoint") or {}).get("best")
+    print(steps.list_steps(root, best or "val/loss"))
 
 
 @checkpoints.command()

@@ -10,30 +10,43 @@ from meshpar.checkpoints.format.copying import read_tiles
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import MODEL, RANDOM, Manifest, in_order, read_manifest
 from meshpar.checkpoints.format.verify import Sums, verify_files
-from meshpar.checkpoints.steps.steps import Steps, checkpoints_in, open_step
+from meshpar.checkpoints.steps.steps import Steps, best_of, checkpoints_in, open_step
 from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError
 
 
-def list_steps(root: PlaceLike) -> str:
-    """Return a table of the committed steps, followed by other folders and the reason why they are not steps."""
+def list_steps(root: PlaceLike, best: str = "val/loss") -> str:
+    """Return a table of the committed steps, followed by other folders and the reason why they are not steps.
+
+    Args:
+        root: a run's folder, or the folder of its steps.
+        best: the metric of which the best step is marked, as for :class:`CheckpointManager`.
+    """
     steps = Steps(checkpoints_in(root))
     committed, pinned = steps.committed(), steps.pinned()
     if not committed and not steps.ignored():
         raise _no_steps(root)
     rows = [("step", "saved at (UTC)", "size", "mesh", "metrics", "")]
+    manifests, damaged = dict[int, Manifest](), dict[int, str]()
     for step in committed:
         try:
-            manifest = read_manifest(steps.folder(step))
+            manifests[step] = read_manifest(steps.folder(step))
+        except CheckpointError as error:
+            damaged[step] = str(error)
+    lowest = best_of({step: manifest.metrics for step, manifest in manifests.items()}, best)
+    for step in committed:
+        if step in damaged:
+            rows.append((str(step), "damaged", "", "", "", damaged[step]))
+        else:
+            manifest = manifests[step]
             metrics = ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items() if value is not None)
-            marks = ", ".join(["latest"] * (step == committed[-1]) + ["pinned"] * (step in pinned))
+            facts = {"latest": step == committed[-1], f"best {best}": step == lowest, "pinned": step in pinned}
+            marks = ", ".join(mark for mark, holds in facts.items() if holds)
             if steps.folder(step) != steps.path(step):
                 marks += f" (in {steps.folder(step).name}: its replacement is running or did not finish)"
             saved_at, size = manifest.saved_at[:19].replace("T", " "), _size(_bytes(manifest))
             rows.append((str(step), saved_at, size, _mesh(manifest), metrics, marks))
-        except CheckpointError as error:
-            rows.append((str(step), "damaged", "", "", "", str(error)))
     return "\n".join([_table(rows), *(f"{path.name}: {reason}" for path, reason in steps.ignored().items())])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, final
@@ -348,15 +348,12 @@ class Steps:
         return unknown if step is None else {step, *unknown}
 
     def _best_and_unknown(self, best: str) -> tuple[int | None, set[int]]:
-        metric, sign = best.removeprefix("+"), -1 if best.startswith("+") else 1
-        scores, unknown = dict[int, float](), set(self.committed())
+        metrics, unknown = dict[int, Mapping[str, float | None]](), set(self.committed())
         for step in self.committed():
-            with warn_only(f"step {step} is left out of the comparison by {metric}"):
-                score = read_manifest(self.folder(step)).metrics.get(metric)
+            with warn_only(f"step {step} is left out of the comparison by {best.removeprefix('+')}"):
+                metrics[step] = read_manifest(self.folder(step)).metrics
                 unknown.discard(step)
-                if score is not None and score == score:
-                    scores[step] = sign * score
-        return min(scores, key=lambda step: (scores[step], step), default=None), unknown
+        return best_of(metrics, best), unknown
 
     def folders(self, having: str = MANIFEST_NAME) -> dict[int, Place]:
         """Return the steps whose folder has a file, and the folder: with a manifest, the committed ones."""
@@ -369,6 +366,14 @@ class Steps:
         name = self.path(step).name
         (self.root / LATEST_FILE).write_durably(f"{name}\n".encode())
         self._way.link(name)
+
+
+def best_of(metrics: Mapping[int, Mapping[str, float | None]], best: str) -> int | None:
+    """Return the step with the lowest ``metric``, or the highest of ``+metric``; None if no step has it."""
+    sign = -1 if best.startswith("+") else 1
+    scores = {step: values.get(best.removeprefix("+")) for step, values in metrics.items()}
+    comparable = {step: sign * score for step, score in scores.items() if score is not None and score == score}
+    return min(comparable, key=lambda step: (comparable[step], step), default=None)
 
 
 def checkpoints_in(run: PlaceLike) -> Place:

@@ -46,7 +46,7 @@ def device_type(recipe: Recipe) -> str:
 
 
 def plan_of(recipe: Recipe) -> Plan:
-    return Plan(recipe.mesh, make_passes(recipe.passes, recipe.find))
+    return Plan(recipe.mesh, make_passes(recipe.passes, recipe.find), guards=recipe.guards)
 
 
 def world_size_of(recipe: Recipe) -> int:
@@ -186,7 +186,7 @@ def objective_of(recipe: Recipe, teacher: nn.Module | None = None) -> Objective:
 
 def teacher_plan_of(recipe: Recipe) -> Plan:
     assert recipe.teacher is not None
-    return Plan(recipe.teacher.mesh, make_passes(recipe.teacher.passes, recipe.find))
+    return Plan(recipe.teacher.mesh, make_passes(recipe.teacher.passes, recipe.find), guards=recipe.guards)
 
 
 def averages_of(recipe: Recipe, par: Parallelized) -> dict[str, Averaged]:

@@ -111,7 +111,19 @@ def run_job(recipe: Recipe) -> Outcome:
 
             with watch_progress(recipe.watchdog, progress, lambda: (trainer.validations.moves, manager.writes)):
                 # to the end of the checkpoints that are written in the background
-                return trainer.run(stop.enter_context(StopRequest()))
+                outcome = trainer.run(stop.enter_context(StopRequest()))
+                if saving.best and runtime.is_main():
+                    manager.wait()
+                    _tell_best(manager, saving.best, trainer)
+                return outcome
+
+
+def _tell_best(manager: CheckpointManager, best: str, trainer: Trainer) -> None:
+    with warn_only("the best step is not told"):
+        if (step := manager.best()) is not None:
+            folder = manager.root / step_name(step)
+            value = read_manifest(folder).metrics[best.removeprefix("+")]
+            trainer.reports.note(f"best step: {step}, {best.removeprefix('+')} {value:.4f}, in {folder}")
 
 
 @contextlib.contextmanager

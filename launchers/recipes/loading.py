@@ -224,7 +224,6 @@ def _length_problems(recipe: Recipe) -> Conflicts:
 
 
 def _average_problems(recipe: Recipe) -> Conflicts:
-    validated = recipe.validation.weights
     for name, average in recipe.averages.items():
         if name in ("trained", "averaged") or "." in name or not name:
             yield f"averages.{name}", "expected a name without dots, and neither trained nor averaged, such as ema"
@@ -233,11 +232,13 @@ def _average_problems(recipe: Recipe) -> Conflicts:
         if recipe.lora is not None:
             text = "averages are of whole models, and a run with lora saves its adapters alone; drop averages, or lora"
             yield f"averages.{name}", text
-    try:
-        if average_called(validated, recipe.averages) and not recipe.data.validates and not recipe.evaluations:
-            yield "validation.weights", _NO_VALIDATION
-    except MeshparError as error:
-        yield "validation.weights", str(error)
+    weights = recipe.validation.weights
+    for validated in [weights] if isinstance(weights, str) else weights or ["none"]:
+        try:
+            if average_called(validated, recipe.averages) and not recipe.data.validates and not recipe.evaluations:
+                yield "validation.weights", _NO_VALIDATION
+        except MeshparError as error:
+            yield "validation.weights", str(error)
 
 
 def _source_problems(recipe: Recipe) -> Conflicts:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias, cast, final
 
-from pydantic import Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from meshpar.checkpoints.storage import place as storage
 from meshpar.core import registry
 from meshpar.core.errors import MeshparError, RecipeError, brief
 from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Guards
 from meshpar.core.patterns import suggestion
 from meshpar.launchers.recipes import sections
 from meshpar.launchers.recipes.schema import Section, build, section_of, section_of_call, validate
@@ -33,6 +34,9 @@ Written = dict[str, dict[str, Any]]
 """A pass as a resolved recipe writes it: ``{"FullyShard": {"offload": "cpu"}}``."""
 Find: TypeAlias = Callable[[registry.Kind, str], Any]
 """Return the class that a name stands for, see :meth:`meshpar.core.registry.Kind.find`."""
+
+
+_OFF = BeforeValidator(lambda value: "off" if value is False else value)  # of YAML's off without quotes
 
 
 class UntrustedError(RecipeError):
@@ -92,6 +96,8 @@ class Recipe(Section):
         code: folder from which your own classes are imported; None: the recipe's folder.
         mesh: axes and sizes; empty: one process.
         passes: passes with their options, in order; default: the passes that the mesh's axes require.
+        guards: when ranks compare what must be alike: ``always``, ``first`` (in the first two steps) or ``off``, as in
+            :class:`meshpar.Plan`; also of the teacher's plan.
         dtype: dtype of the stored parameters, their gradients and the optimizer state. Modules that the layout keeps in
             float32 stay float32. A pass computes in its own ``param_dtype``.
         model: see the sections below; the same applies to the other headings.
@@ -110,7 +116,7 @@ class Recipe(Section):
     name: str = ""
     seed: Annotated[int, Bound(ge=0)] = 0
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mps"] = "auto"
-    preflight: Literal["off", "warn", "fail"] = "off"
+    preflight: Annotated[Literal["off", "warn", "fail"], _OFF] = "off"
     watchdog: Annotated[float, Bound(gt=0)] | None = 600.0
     patience: Annotated[float, Bound(gt=0)] = 20.0
     profile: bool = False
@@ -118,6 +124,7 @@ class Recipe(Section):
     code: str | None = None
     mesh: str = ""
     passes: tuple[dict[str, dict[str, Any]], ...] = ()
+    guards: Annotated[Guards, _OFF] = "always"
     dtype: Literal["float32", "bfloat16"] = "float32"
     model: sections.Model
     teacher: sections.TeacherSection | None = None

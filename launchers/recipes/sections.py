@@ -329,10 +329,11 @@ class ValidationSection(_BesideFields):
     """The weights that are validated, and the bounds of validations and evaluations.
 
     Attributes:
-        weights: ``trained``, the name of an average, or ``averaged`` for the only one.
+        weights: ``trained``, the name of an average, or ``averaged`` for the only one; of a list, ``[ema, trained]``,
+            the first gives ``val/loss`` and the evaluations, and each other ``val/NAME/loss``.
     """
 
-    weights: str = "trained"
+    weights: str | tuple[str, ...] = "trained"
 
 
 @final

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol, final
 
 import torch
@@ -123,8 +124,9 @@ class Trainer:
         scaler: loss scaler for float16; None: no scaling.
         flops_per_token: training FLOPs of a token, for MFU; None: no MFU.
         averages: averages of the weights by name (:meth:`Parallelized.averaged`), updated and saved.
-        validated: which weights are validated: ``"trained"``, ``"averaged"`` for the only average, or a name.
-        evaluations: of the same weights after each validation; their numbers are ``eval/NAME/...``.
+        validated: which weights are validated: ``"trained"``, ``"averaged"`` for the only average, or a name. Of
+            several, the first give ``val/loss``, and each other ``val/NAME/loss``.
+        evaluations: of the first of these after each validation; their numbers are ``eval/NAME/...``.
     """
 
     par: Parallelized
@@ -140,7 +142,7 @@ class Trainer:
     scaler: InitVar[LossScaler | None] = None
     flops_per_token: InitVar[float | None] = None
     averages: Mapping[str, Averaged] | None = None
-    validated: InitVar[str] = "trained"
+    validated: InitVar[str | Sequence[str]] = "trained"
     evaluations: InitVar[Mapping[str, Evaluation] | None] = None
 
     def __post_init__(
@@ -151,7 +153,7 @@ class Trainer:
         reporters: Sequence[Reporter],
         scaler: LossScaler | None,
         flops_per_token: float | None,
-        validated: str,
+        validated: str | Sequence[str],
         evaluations: Mapping[str, Evaluation] | None,
     ) -> None:
         par, optimizer, settings = self.par, self.optimizer, self.settings
@@ -165,16 +167,11 @@ class Trainer:
         self.reports, losses = Reports(reporters, meter), BatchLosses(objective, par.device)
         self._stop: StopRequest | None = None  # of a run
         self._work = TrainStep(par, losses, optimizer, self.averages, settings, scaler)
-        average = self.averages.get(average_called(validated, self.averages) or "")
-
-        def validated_weights() -> AbstractContextManager[object]:
-            if average is None:
-                return use_evaluation_values(optimizer)
-            self._wait_for_saves(copied=True)
-            return average.swapped()
-
+        names = [validated] if isinstance(validated, str) else validated
+        chosen = {name: self.averages.get(average_called(name, self.averages) or "") for name in names}
+        weights = {name: partial(_enter_values, self, average) for name, average in chosen.items()}
         self.validations = Validations(
-            par, losses, validation, evaluations or {}, settings, validated_weights, lambda: self._peers.alive()
+            par, losses, validation, evaluations or {}, settings, weights, lambda: self._peers.alive()
         )
 
     @property
@@ -402,6 +399,14 @@ class Trainer:
         """Add to the checkpoint of this step what came after its save."""
         if self.checkpointer is not None and self._saved == self.step and self._peers.writes(last=self.complete):
             self.checkpointer.amend(self.step, {**self.state_dict(), "makes_up": makes_up})
+
+
+def _enter_values(trainer: Trainer, average: Averaged | None) -> AbstractContextManager[object]:
+    """Return what gives the module the values of an average, or the optimizer's for an evaluation."""
+    if average is None:
+        return use_evaluation_values(trainer.optimizer)
+    trainer._wait_for_saves(copied=True)
+    return average.swapped()
 
 
 def _is_due(every: Every, step: int, epoch_ended: bool) -> bool:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -166,6 +167,7 @@ class Console:
         step = int(record["step"])
         texts = [form.format(record[name], unit=self._unit) for name, form in _SHOWN if name in record]
         numbers = {name.removeprefix(_EVALUATIONS): record[name] for name in record if name.startswith(_EVALUATIONS)}
+        numbers |= {name: record[name] for name in record if re.fullmatch(r"val/.+/loss", name)}
         text = "  ".join([*texts, *(f"{name} {value:.4g}" for name, value in numbers.items())])
         if not text:
             return

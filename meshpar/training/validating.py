@@ -186,7 +186,7 @@ class SideWork:
 
 @final
 class Validations:
-    """Validate and evaluate the model, with the values of ``weights``, and publish the numbers."""
+    """Validate the model with each of ``weights``, evaluate it with the first ones, and publish the numbers."""
 
     # ``owes``: prefixes of numbers that the last step still has to get; ``moves``: signs of progress for a watchdog.
 
@@ -197,11 +197,14 @@ class Validations:
         data: Batches | None,
         evaluations: Mapping[str, Evaluation],
         settings: TrainSettings,
-        weights: Callable[[], AbstractContextManager[object]],
+        weights: Mapping[str, Callable[[], AbstractContextManager[object]]],
         alive: Callable[[], None],
     ) -> None:
         self._par, self._losses, self.data, self._settings = par, losses, data, settings
-        self._weights, self._alive = weights, alive
+        self._weights = {f"val/{name}/": enter for name, enter in weights.items()}
+        first = next(iter(self._weights))
+        self._weights = {_VALIDATION if prefix == first else prefix: enter for prefix, enter in self._weights.items()}
+        self._alive = alive
         self._evaluations = {f"eval/{name}/": (name, evaluation) for name, evaluation in evaluations.items()}
         self.owes, self.moves = list[str](), 0
         self.side_work: SideWork | None = None
@@ -209,7 +212,7 @@ class Validations:
     @property
     def all(self) -> list[str]:
         """The prefixes of all numbers that a validated step gets."""
-        return [*([] if self.data is None else [_VALIDATION]), *self._evaluations]
+        return [*([] if self.data is None else self._weights), *self._evaluations]
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. What ended the start that saved it and the one before is not made again."""
@@ -227,8 +230,10 @@ class Validations:
         assert work is not None
         for prefix in list(self.owes):
             called, _ = self._evaluations.get(prefix, ("", None))
-            name = f"evaluation {called}" if called else "the validation"
-            result = work.run(name, partial(self._result, prefix), self._weights())
+            other = prefix.removeprefix(_VALIDATION).rstrip("/")  # of which weights, if not the first ones
+            name = f"evaluation {called}" if called else f"the validation{f' of {other}' if other else ''}"
+            weights = self._weights.get(prefix, self._weights[_VALIDATION])
+            result = work.run(name, partial(self._result, prefix), weights())
             if result is None:
                 self._par.reshard()
                 if work.stop.heard or not work.failures:

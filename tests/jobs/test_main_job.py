@@ -359,13 +359,16 @@ def test_resume_never_and_resume_from_elsewhere(folder: Path) -> None:
         train(small(folder, "other", f"checkpoint.resume={folder / 'nowhere'}"))
 
 
-def test_the_best_step_by_validation_loss_stays(folder: Path) -> None:
+def test_the_best_step_by_validation_loss_stays(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     often = ["training.steps=6", "training.validate_every=1", "checkpoint={every: 1, keep: 1, best: val/loss}"]
     recipe = train(small(folder, "best", *often, "optimizer.lr=0.3", "training.nonfinite=skip"))
     values = {record["step"]: record["val/loss"] for record in records(recipe.folder) if "val/loss" in record}
     best = min(values, key=lambda step: values[step])
     kept = sorted(int(path.name.removeprefix("step-")) for path in (recipe.folder / "checkpoints").glob("step-*"))
     assert kept == sorted({best, 6})
+    listed = CliRunner().invoke(app, ["checkpoints", "ls", str(recipe.folder)]).stdout.splitlines()
+    assert [line.split()[0] for line in listed if "best val/loss" in line] == [str(best)]
+    assert f"best step: {best}, val/loss {values[best]:.4f}, in " in capfd.readouterr().err
 
 
 GROWN = {
@@ -405,7 +408,10 @@ def test_a_growing_batch_and_rates_by_depth_are_those_of_one_process(folder: Pat
 
 def test_averages_are_validated_resumed_on_another_mesh_and_exported(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    average = ["averages={ema: {decay: 0.5}, mean: {power: 0, after: 1, device: cpu}}", "validation.weights=ema"]
+    average = [
+        "averages={ema: {decay: 0.5}, mean: {power: 0, after: 1, device: cpu}}",
+        "validation.weights=[ema, trained]",
+    ]
     average += ["training.validate_every=2", "optimizer.lr=0.01", "schedule.name=constant"]
     whole = train(small(folder, "ema-whole", *average, "training.steps=4"))
     for steps, ranks, mesh in ((2, 1, ""), (4, 2, "tp=2")):
@@ -421,6 +427,11 @@ def test_averages_are_validated_resumed_on_another_mesh_and_exported(folder: Pat
     assert not torch.equal(exports["ema-parts", "ema"][first], exports["ema-parts", "mean"][first])
     expected, got = (losses(recipe, "val/loss") for recipe in (whole, part))
     assert len(expected) == 2 and expected == pytest.approx(got, abs=1e-5)
+    plain = losses(part, "val/trained/loss")
+    assert len(plain) == 2 and plain == pytest.approx(losses(whole, "val/trained/loss"), abs=1e-5)
+    assert plain != pytest.approx(expected, abs=1e-3), "of other weights"
+    alone = train(small(folder, "ema-alone", *average, "training.steps=4", "validation.weights=trained"))
+    assert losses(alone, "val/loss") == pytest.approx(plain, abs=1e-5)
     with pytest.raises(CheckpointError, match="step 4: there is no average 'averaged': there are ema, mean; name one"):
         export_run(folder / "ema-parts", folder / "none", weights="averaged")
     with pytest.raises(RecipeError, match=r"validation\.weights: there is no average 'averaged'"):

@@ -321,6 +321,18 @@ def test_without_passes_the_axes_call_for_them(mesh: str, passes: list[Any]) -> 
     assert make_passes(read(SMALL, f"mesh='{mesh}'").passes) == passes
 
 
+def test_guards_reach_the_plans_of_model_and_teacher() -> None:
+    teacher = "teacher={model: {kind: gpt2, weights: nowhere}, mesh: dp_shard=2, passes: [FullyShard]}"
+    recipe = read(SMALL, "guards=first", teacher, "training.objective=distillation")
+    assert build.plan_of(recipe).guards == build.teacher_plan_of(recipe).guards == "first"
+    assert (
+        build.plan_of(read(SMALL)).guards == "always"
+        and build.plan_of(read(SMALL, "guards=off", "preflight=off")).guards == "off"
+    )
+    with pytest.raises(RecipeError, match="guards: expected 'always', 'first' or 'off'"):
+        read(SMALL, "guards=never")
+
+
 def test_options_become_the_values_that_the_pass_takes() -> None:
     options = "param_dtype: bfloat16, reshard_after_forward: 4, blocks: [layers.*], prefetch_forward: 2"
     (made,) = make_passes(read(SMALL, f"passes=[FullyShard: {{{options}}}]").passes)
