@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meshpar import Compile, ModelLayout, Plan, TensorLayout, TensorParallel
+from meshpar import Compile, ModelLayout, Plan, PlanError, TensorLayout, TensorParallel
 from meshpar.passes import Style
 from meshpar.testing import on_ranks
 from tests.remedies.rows import Row, in_one_process, run_together
@@ -62,6 +62,15 @@ def split(model=None, mesh="tp=2", parts=4, *, others=(), styles=None, table=TAB
     return problems(mesh, passes, model or Model(), ModelLayout(tensor=table))
 
 
+def bits(pass_):
+    """The problems of a plan with the same bits as other meshes."""
+    try:
+        Plan("tp=2", [pass_], same_bits=True).check(Model(), ModelLayout(tensor=TABLE), 2)
+    except PlanError as error:
+        return error.problems
+    return ()
+
+
 def compute(act, *, parts=4):
     """The shape of what a model returns that has a function between its projections."""
     passes = [TensorParallel(parts=parts)]
@@ -101,6 +110,9 @@ ROWS = [
     Row("tp={} is no power of two, as TensorParallel(parts=...) needs")
     .refuses(lambda: split(mesh="tp=3"))
     .helps("use tp={} or {}", lambda: split(mesh="tp=2"), lambda: split(mesh="tp=4")),
+    Row("same_bits on tp={} needs features that are computed in equal parts")
+    .refuses(lambda: bits(TensorParallel()))
+    .helps("write TensorParallel(parts={}) on this mesh and on every other one", lambda: bits(TensorParallel(parts=8))),
     Row("{} does not compute in the equal parts of TensorParallel(parts={})")
     .refuses(lambda: split(others=[Compile(blocks=("mlp",))]))
     .helps("drop {}", split)

@@ -66,8 +66,8 @@ PLANS = {
 
 
 @on_ranks(1)
-def save(path, options):
-    torch.save(train("", [], **options), path)
+def save(path, passes=(), **options):
+    torch.save(train("", list(passes), **options), path)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def one_process(tmp_path_factory):
     def path_of(**options):
         key = repr(sorted(options.items()))
         if key not in files:
-            save(folder / str(len(files)), options)
+            save(folder / str(len(files)), **options)
             files[key] = folder / str(len(files))
         return files[key]
 

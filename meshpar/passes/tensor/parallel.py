@@ -110,6 +110,14 @@ class TensorParallel(Pass):
                     f"{other.name}, or drop parts= from TensorParallel"
                 )
 
+    def bits_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        if self.parts is None and mesh.axes["tp"] > 1:
+            parts = max(8, mesh.axes["tp"])
+            yield (
+                f"same_bits on tp={mesh.axes['tp']} needs features that are computed in equal parts; write "
+                f"TensorParallel(parts={parts}) on this mesh and on every other one"
+            )
+
     def _problems_in_parts(self, module: nn.Module, layout: ModelLayout, size: int, parts: int) -> Iterator[str]:
         """Yield why features cannot be computed in ``parts`` equal parts by ``size`` ranks."""
         if (above := 1 << (size - 1).bit_length()) != size:
