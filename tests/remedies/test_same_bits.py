@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meshpar import FullyShard, ModelLayout, Plan, Replicate, TensorParallel
+from meshpar import ContextParallel, FullyShard, ModelLayout, Plan, Replicate
 from meshpar.testing import on_ranks
 from tests.remedies.rows import Row, TwoRanks, in_one_process, run_together
 from tests.support.models_for_parity import on_meta, transformer
@@ -94,9 +94,9 @@ ROWS = [
         lambda: problems("dp_shard=4", [FullyShard()]),
     ),
     Row("does not keep the bits of one process on")
-    .refuses(lambda: problems("tp=2", [TensorParallel()]))
-    .helps("use {}=1", lambda: problems("tp=1", [TensorParallel()]))
-    .helps("drop same_bits", lambda: problems("tp=2", [TensorParallel()], same_bits=False)),
+    .refuses(lambda: problems("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]))
+    .helps("use {}=1", lambda: problems("dp_shard=1,cp=1", [ContextParallel(), FullyShard()]))
+    .helps("drop same_bits", lambda: problems("dp_shard=1,cp=2", [ContextParallel(), FullyShard()], same_bits=False)),
     Row("so that same_bits cannot hold")
     .refuses(lambda: problems("dp_replicate=2", [Replicate(**HALF)]))
     .helps("use reduce_dtype", lambda: problems("dp_replicate=2", [Replicate(**HALF, reduce_dtype=torch.float32)])),
