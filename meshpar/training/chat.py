@@ -65,7 +65,7 @@ class ChatSource:
         return self.template.on(datetime.fromtimestamp(newest, UTC))
 
     def conversations(self) -> Iterator[tuple[str, Spans]]:
-        """Yield the text of each conversation, and the spans of the assistant's turns."""
+        """Yield the text of each conversation, or answer, and the spans of the assistant's turns."""
         template = self._template()
         self.reading.begin()
         if self.inputs == (STDLIB,):
@@ -80,12 +80,15 @@ class ChatSource:
                     record = _drop_nulls(record) or dict.fromkeys(next(records_of(path))[1])
                 try:
                     messages, tools = messages_of(record)
-                    rendered = template.conversation(messages, tools)
+                    rendered = template.conversations(messages, tools)
                 except RecipeError as error:
                     self.reading.refuse(RecipeError(f"{path}:{number}: {error}"))
                     continue
+                if len(rendered) > 1 or rendered[0][0] is not messages:
+                    self.reading.divided += 1
+                    self.reading.answers += len(rendered)
                 names = {name for message in messages for name in message if tried[name] < _TRIED} - _KEYS
-                unread = template.unread(rendered[0], messages, tools, names)
+                unread = names.intersection(*(template.unread(text, said, tools, names) for said, text, _ in rendered))
                 tried.update(unread)
                 for name in names - unread:
                     tried[name] = _TRIED
@@ -94,7 +97,7 @@ class ChatSource:
                 # nulls and empty values say nothing
                 filled = {name for name, value in record.items() if value not in (None, "", [], {})}
                 self.reading.leave(sorted(unread | filled.difference(used)), f"{path}:{number}")
-                yield rendered
+                yield from ((text, spans) for _, text, spans in rendered)
 
     def documents(self) -> Iterator[str]:
         """Yield the text of each conversation, on which a tokenizer is trained."""

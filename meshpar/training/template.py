@@ -16,6 +16,8 @@ from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 """Begin and end, in characters, of what the assistant wrote."""
+Conversation = tuple[Sequence[Message], str, Spans]
+"""Messages, their text, and the spans of the answers that count."""
 
 _THOUGHTS = (
     "reasoning_content",
@@ -33,6 +35,10 @@ _DATE = re.compile(r"strftime_now\(\s*(?:(['\"])(.*?)\1\s*\))?")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 """Stand where a block begins and ends: code points that no text has (Unicode's noncharacters)."""
+
+
+class RewrittenError(RecipeError):
+    """Raised where a template writes an earlier turn otherwise once later ones follow, such as without its thoughts."""
 
 
 @final
@@ -75,6 +81,22 @@ class ChatTemplate:
         )
         return texts[0]
 
+    def conversations(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Conversation]:
+        """Return a conversation; where the template rewrites earlier turns, each answer that counts as one of its own.
+
+        A conversation of an answer ends with it, as the model had to go on when it was asked.
+        """
+        try:
+            return [(messages, *self.conversation(messages, tools))]
+        except RewrittenError:
+            quiet = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in messages]
+            until = [
+                [*quiet[:turn], message]
+                for turn, message in enumerate(messages)
+                if message["role"] == "assistant" and message.get("weight") != 0
+            ]
+            return [(said, *self.conversation(said, tools)) for said in until]
+
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, Spans]:
         """Return a conversation's text, and the spans that the assistant wrote; RecipeError if these are unknown."""
         try:
@@ -90,7 +112,10 @@ class ChatTemplate:
                 for name in (key for key in SAID if message.get(key) and (key == "tool_calls" or counts)):
                     bare = _drop_keys([message], {name})
                     if self._writes(whole, [*messages[:turn], *bare, *messages[turn + 1 :]], tools):
-                        raise RecipeError(
+                        before = messages[:turn]
+                        through = self.render([*before, message], tools)
+                        lost = counts and not self._writes(through, [*before, *bare], tools)
+                        raise (RewrittenError if lost else RecipeError)(
                             f"the chat template leaves out the {name} of turn {turn + 1}, so the model would not "
                             f"learn it; use a template that writes it{_REMEDIES.get(name, _INTO_CONTENT)}, or remove "
                             "it"
@@ -98,18 +123,18 @@ class ChatTemplate:
             marked = _GENERATION.search(_COMMENT.sub("", self.text))
             find = self._find_generated if marked else self._find_answers
             spans = find(whole, messages, tools)
+            said = [message for message in messages if message["role"] == "assistant"]
+            if marked and any(message.get("weight") == 0 for message in said):
+                if len(said) != len(spans):
+                    raise RecipeError(
+                        f"the chat template writes {len(spans)} answers of {len(said)}, so those of weight 0 cannot "
+                        "be identified; remove weight"
+                    )
+                spans = [span for span, message in zip(spans, said, strict=True) if message.get("weight") != 0]
         except RecipeError:
             raise
         except Exception as error:  # a template's own
             raise RecipeError(f"the chat template does not render it: {brief(error)}") from error
-        said = [message for message in messages if message["role"] == "assistant"]
-        if any(message.get("weight") == 0 for message in said):
-            if len(said) != len(spans):
-                raise RecipeError(
-                    f"the chat template writes {len(spans)} answers of {len(said)}, so those of weight 0 cannot be "
-                    "identified; remove weight"
-                )
-            spans = [span for span, message in zip(spans, said, strict=True) if message.get("weight") != 0]
         if not any(begin < end for begin, end in spans):
             raise RecipeError(
                 "no token of the conversation would count as a label, because the chat template writes nothing of an "
@@ -178,7 +203,7 @@ class ChatTemplate:
         """Return the spans of the assistant's turns, each found by rendering the conversation up to it and with it."""
         spans: Spans = []
         for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
             before = self.render(messages[:turn], tools, add_generation_prompt=True)
             through = self.render(messages[: turn + 1], tools)
@@ -192,10 +217,10 @@ class ChatTemplate:
             ):
                 why = "has no generation prompt (add_generation_prompt) and begins it with other text"
             if why:
-                raise RecipeError(
+                raise (RewrittenError if "rewrites" in why else RecipeError)(
                     f"turn {turn + 1}, the assistant's, cannot be found in the text, because the chat template "
-                    f"{why}; mark the assistant's text with {{% generation %}} in the template, give data.template: "
-                    "chatml or llama3, or keep one answer in each conversation"
+                    f"{why}; mark the assistant's text with {{% generation %}} in the template, or give data.template: "
+                    "chatml or llama3"
                 )
             spans.append((len(before), len(through.rstrip())))
         return spans

@@ -52,10 +52,13 @@ class Reading:
     skipped: int = 0
     first: str = ""
     unused: dict[str, str] = dataclasses.field(default_factory=dict)
+    # conversations whose template rewrites earlier turns, and their answers, each a sample
+    divided: int = 0
+    answers: int = 0
 
     def begin(self) -> None:
         """Forget what an earlier reading found."""
-        self.rows, self.skipped, self.first = 0, 0, ""
+        self.rows, self.skipped, self.first, self.divided, self.answers = 0, 0, "", 0, 0
         self.unused.clear()
 
     def refuse(self, error: RecipeError) -> None:
@@ -76,6 +79,11 @@ class Reading:
             yield (
                 "nothing reads these fields of the data, so they are not trained on: "
                 f"{', '.join(sorted(self.unused))} (first in {first_place})"
+            )
+        if self.divided:
+            yield (
+                f"the chat template rewrites earlier turns, as it leaves out earlier thoughts, in {self.divided:,} "
+                f"conversations: each of their {self.answers:,} answers is a document, with the turns before it"
             )
         if self.skipped:
             yield (

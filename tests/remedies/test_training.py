@@ -50,7 +50,6 @@ PLAIN = (
     "endif %}"
 )
 THINKS = PLAIN.replace("{{ m.content }}", "{{ m.thinking or '' }}{{ m.content }}")
-REWRITES = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:1] }}")
 TWICE = [ASKED, {"role": "assistant", "content": "AB"}, ASKED, {"role": "assistant", "content": "CD"}]
 BEHIND_LAST = f"{{% for m in messages %}}{{% if loop.last %}}{MARKED}{{% endif %}}{{% endfor %}}"
 TRIMMED = f"{{% for m in messages %}}{{% filter trim %}}{MARKED}{{% endfilter %}}{{% endfor %}}"
@@ -474,20 +473,16 @@ ROWS = [
             f"{{% for m in messages %}}{{% filter trim %}} {{% endfilter %}}{MARKED}{{% endfor %}}", SPACED
         ),
     ),
-    Row("turn {}, the assistant's, cannot be found in the text, because the chat template {}", result=[1, 1])
-    .refuses(lambda: labels(TWICE, template=REWRITES))
+    Row("turn {}, the assistant's, cannot be found in the text, because the chat template {}", result=[2, 2])
+    .refuses(lambda: labels(TWICE, template=PLAIN.partition("{% if add")[0]))
     .helps(
-        "mark the assistant's text with {% generation %} in the template, give data.template: chatml or llama3",
-        lambda: (
-            labels(
-                TWICE, template=ChatTemplate(text=f"{{% for m in messages %}}<{{{{ m.role }}}}>{MARKED}{{% endfor %}}")
-            )
-            and labels(TWICE, template=TEMPLATES["llama3"])
-            and labels(TWICE)
-            and [1, 1]
-        ),
+        "mark the assistant's text with {% generation %} in the template",
+        lambda: labels(TWICE, TWICE, template=f"{{% for m in messages %}}<{{{{ m.role }}}}>{MARKED}{{% endfor %}}"),
     )
-    .helps("keep one answer in each conversation", lambda: labels(TWICE[:2], TWICE[2:], template=REWRITES)),
+    .helps(
+        "give data.template: chatml or llama3",
+        lambda: labels(TWICE, template=TEMPLATES["chatml"]) + labels(TWICE, template=TEMPLATES["llama3"]),
+    ),
     Row("the template llama3 has no tool", result=1)
     .refuses(lambda: labelled(TEMPLATES["llama3"].text, [ASKED, CALL]))
     .helps(

@@ -42,6 +42,41 @@ REWRITES = (  # as templates of models that think: earlier thoughts are left out
     "}}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+QWEN3 = """{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}
+        {%- set content = message.content %}
+        {%- set reasoning_content = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning_content = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
+            {{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' + (call.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""As Qwen3's: thoughts of turns before the last question are left out."""
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% "
     "endif %}"
@@ -115,13 +150,57 @@ def test_a_trained_tokenizer_has_the_templates_tokens_whole(tmp_path):
     assert chat_template(None, load_tokenizer(tmp_path / "saved")).text == template.text
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
-    thought = [("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"), ("assistant", "<think>y</think>d")]
-    template = ChatTemplate(text=REWRITES)
-    assert template.conversation(messages(thought[:2]))[1]
-    message = r"turn 2.*rewrites earlier turns.*mark the assistant's text with {% generation %}.*one answer"
-    with pytest.raises(RecipeError, match=message):
-        template.conversation(messages(thought))
+THOUGHT = [("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"), ("assistant", "<think>y</think>d")]
+
+
+def answers(template, said, path):
+    """The documents of one conversation: the text before each answer that counts, and the answer."""
+    path.write_text(json.dumps({"messages": said}) + "\n")
+    source = ChatSource(inputs=(str(path),), template=template)
+    parts = [[(text[:begin], text[begin:end]) for begin, end in spans] for text, spans in source.conversations()]
+    return parts, [*source.reading.notes()]
+
+
+def test_each_answer_is_a_document_where_the_template_rewrites_earlier_turns(tmp_path):
+    start = "<|im_start|>assistant\n"
+    begin, end = f"<|im_start|>user\na<|im_end|>\n{start}", f"<|im_end|>\n<|im_start|>user\nc<|im_end|>\n{start}"
+    written = {  # of the thoughts x and y
+        REWRITES: ("<think>x</think>b<|im_end|>", "<think>y</think>d<|im_end|>"),
+        QWEN3: ("<think>\nx\n</think>\n\nb<|im_end|>", "<think>\ny\n</think>\n\nd<|im_end|>"),
+    }
+    for text, (first, second) in written.items():
+        template = ChatTemplate(text=text)
+        expected = [[(begin, first)], [(f"{begin}b{end}", second)]]
+        found, (note,) = answers(template, messages(THOUGHT), tmp_path / "chat.jsonl")
+        assert found == expected, "an earlier answer stands there as the model reads it when it is asked again"
+        assert note == (
+            "the chat template rewrites earlier turns, as it leaves out earlier thoughts, in 1 conversations: each of "
+            "their 2 answers is a document, with the turns before it"
+        )
+        quiet = [message | ({"weight": 0} if number == 1 else {}) for number, message in enumerate(messages(THOUGHT))]
+        assert answers(template, quiet, tmp_path / "chat.jsonl") == ([expected[1]], []), "one answer, one document"
+        once = messages(THOUGHT[:2])
+        assert answers(template, once, tmp_path / "chat.jsonl") == ([[(begin, first)]], [])
+    fields = [
+        {"role": role, "content": text[-1]} | ({"reasoning_content": text[7]} if role == "assistant" else {})
+        for role, text in THOUGHT
+    ]
+    found, notes = answers(ChatTemplate(text=QWEN3), fields, tmp_path / "chat.jsonl")
+    assert found == expected and len(notes) == 1, "thoughts in a field of their own are read, and none is unread"
+
+
+def test_tools_and_thoughts_of_several_steps_are_answers_of_their_own(tmp_path):
+    call = {"name": "add", "arguments": {"a": 1}}
+    said = [*messages(THOUGHT[:1]), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    said += [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "d", "reasoning_content": "y"}]
+    found, _ = answers(ChatTemplate(text=QWEN3), said, tmp_path / "chat.jsonl")
+    assert [answer for ((_, answer),) in found] == [
+        '<think>\n\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+        "<think>\ny\n</think>\n\nd<|im_end|>",
+    ]
+
+
+def test_what_a_template_does_not_render_is_refused():
     with pytest.raises(RecipeError, match=r"does not render it: .*Conversation roles must alternate"):
         mistral = ChatTemplate(text=MISTRAL, variables={"bos_token": "", "eos_token": ""})
         mistral.conversation(messages([("system", "x")]))
