@@ -19,6 +19,7 @@ from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.patterns import class_name
 from meshpar.exchange.ranks import Looks
 from meshpar.passes.data.whole_parameters import WholeParameters, refuse_written
+from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.recompute import Recomputed
 from meshpar.step.moment import Guard, Guarded
 
@@ -36,13 +37,15 @@ class PlacedParameters(Guard):
 
     def __init__(self, guarded: Guarded) -> None:
         self._module, self._units = guarded.module, guarded.units
+        self._in_stages = guarded.facts.find(Layers) is not None
         self.record()
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._check()
 
     def after_forward(self, output: object) -> None:
-        self._check()
+        if not self._in_stages:  # whose next micro-batch, or the optimizer's step, looks soon enough
+            self._check()
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         if trains and not in_backward():  # whose recomputations read what is registered now

@@ -251,6 +251,8 @@ class StageNumbers(Guard):
                     self.check_hooked(parameter)
                 (hooks or {}).update({at: _followed(frozenset([number]), hook) for at, hook in users.items()})
         self._mark()
+        if self._layers is not None:
+            self._layers.edges.hands_back = self._mark
 
     @property
     def loses(self) -> bool:
@@ -262,7 +264,8 @@ class StageNumbers(Guard):
         self._unmark()
 
     def after_forward(self, output: object) -> None:
-        self._mark()
+        if self._layers is None or not self._layers.ends_loss:
+            self._mark()
 
     def after_error(self) -> None:
         self._mark()
@@ -280,7 +283,8 @@ class StageNumbers(Guard):
 
     def after_backward(self) -> None:
         self._reverses = False
-        self._mark()
+        if self._layers is None or not self._layers.edges.reverses:
+            self._mark()
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         if not trains:
@@ -331,7 +335,7 @@ class StageNumbers(Guard):
         ]
         return [*self._units.shards(), *registered] if self._units.modules else registered
 
-    # A stage comes here four times a micro-batch: no function is called for a parameter.
+    # A stage comes here in each micro-batch: no function is called for a parameter.
     def _mark(self) -> None:
         if self._steps or self._reverses:
             return

@@ -42,6 +42,8 @@ class Edges:
         self.portion, self.transfers, self._fail = portion, Transfers(portion, doing, fail), fail
         # ``calls`` of the module in the forward that runs; ``behind``: the loss runs behind the module's call
         self.turn, self.calls, self.runs, self.reverses, self.behind = Turn(), 0, False, False, False
+        # called where the user's code goes on: a loss begins, a step has ended
+        self.hands_back: Callable[[], object] = bool
         # digests of what ``loss`` has given the module in this step, for each chunk, on the device
         self.inputs: list[list[Tensor | int]] = [[] for _ in portion.chunks]
         self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
@@ -65,6 +67,7 @@ class Edges:
         self.runs, carried.device, carried.scores = True, device, turn.stage == self.portion.last
         last = len(self.portion.chunks) - 1
         self._state.begin(device, turn.number, first=not turn.chunk, last=turn.chunk == last)
+        self.hands_back()
         try:
             value = function(self.portion.module, batch)
             self._state.end(device)

@@ -54,11 +54,7 @@ class Header:
 
     def tensor(self, values: int, device: torch.device) -> Tensor:
         """Return the numbers that tell of so many values; nothing waits for the device."""
-        row = [self.width, self.number, self.stage]
-        for dtype, shape in self.forms:
-            row += [DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
-        row += [0] * (self.size(values) - len(row))
-        numbers = torch.tensor(row, device="cpu")
+        numbers = _numbers(self, values)
         return numbers if runtime.on_host(device) else numbers.pin_memory().to(device, non_blocking=True)
 
     @classmethod
@@ -88,6 +84,15 @@ class Header:
         whole = torch.empty(end + 8 * self.size(len(places)), dtype=torch.uint8, device=device)
         values = [whole[place].view(dtype).view(shape).detach() for place, (dtype, shape) in zip(places, self.forms)]
         return whole, values, whole[end:].view(torch.int64)
+
+
+@lru_cache(512)
+def _numbers(header: Header, values: int) -> Tensor:
+    """Return a header in host memory, the same in each step; nobody writes into it."""
+    row = [header.width, header.number, header.stage]
+    for dtype, shape in header.forms:
+        row += [DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
+    return torch.tensor(row + [0] * (header.size(values) - len(row)), device="cpu")
 
 
 @lru_cache

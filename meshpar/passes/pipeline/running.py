@@ -97,6 +97,11 @@ class Layers(HandsOn):
         """A backward leaves gradients that the step goes on to add to: those of other micro-batches or stages."""
         return self._count > 1 or bool(self.ties.shared)
 
+    @property
+    def ends_loss(self) -> bool:
+        """The loss that runs ends with the module's call, on all stages but the last."""
+        return self.edges.runs and self.edges.turn.stage < self.portion.last
+
     def handed_on(self, output: object) -> object:
         turn = self.edges.turn
         return turn.left if self.edges.runs and turn.stage < self.portion.last else output
@@ -143,6 +148,8 @@ class Layers(HandsOn):
         except BaseException:
             abandon()
             raise
+        finally:
+            self.edges.hands_back()
         self.ties.add_up(before, used)
         self._action = None
 
@@ -286,16 +293,19 @@ class Layers(HandsOn):
             value = self.edges.forward(function, batch)
             values.extend([value] if self.edges.turn.chunk == last else [])
 
-        while batches := self._agree(islice(batches_left, _WINDOW * self.ranks)):
-            counted(len(batches))
-            numbered = iter(enumerate(batches))
-            while group := list(islice(numbered, self.ranks if last else 1)):
-                for chunk in range(last + 1):
-                    for number, batch in group:
-                        self._forth(Action("F", number, chunk), partial(run, batch))
-            self._before += len(batches)
-        counted(0)
-        self._messages.settle_all()
+        try:
+            while batches := self._agree(islice(batches_left, _WINDOW * self.ranks)):
+                counted(len(batches))
+                numbered = iter(enumerate(batches))
+                while group := list(islice(numbered, self.ranks if last else 1)):
+                    for chunk in range(last + 1):
+                        for number, batch in group:
+                            self._forth(Action("F", number, chunk), partial(run, batch))
+                self._before += len(batches)
+            counted(0)
+            self._messages.settle_all()
+        finally:
+            self.edges.hands_back()
         self._action = None
         shared = [tree_map_only(Tensor, Tensor.cpu, values)]
         dist.broadcast_object_list(shared, group=self.group, group_src=self.ranks - 1, device=device)
