@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshpar._torch.calls import while_lives
 from meshpar._torch.units import Units
 from meshpar.core import registry, runtime
 from meshpar.core.checks import arrows, check_arguments, checked_layout, problems_of
@@ -26,6 +27,7 @@ from meshpar.exchange.ranks import next_number
 from meshpar.guards.make_run import make_run
 from meshpar.parallelized import Parallelized
 from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms, prepare
+from meshpar.same_bits.kernels import fix_kernels
 from meshpar.same_bits.problems import bits_problems
 from meshpar.same_bits.trees import SameBits
 from meshpar.state.description import Description, describe
@@ -192,7 +194,10 @@ class Plan:
             facts=facts,
             units=Units(module),
         )
-        return Parallelized(make_run(guarded, installed, title=str(self), verify=verify), self)
+        run = make_run(guarded, installed, title=str(self), verify=verify)
+        if self.same_bits:
+            runtime.among_real_ranks(lambda: while_lives(run, "kernels", partial(fix_kernels, device.type)))
+        return Parallelized(run, self)
 
     def _device(self, module: nn.Module, resolved: Resolved, device_type: str | None) -> torch.device:
         """Return this rank's device, made current; raise for what the machine lacks or weights that differ."""

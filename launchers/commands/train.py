@@ -30,7 +30,7 @@ from meshpar.process.signals import exit_code_of
 from meshpar.training.lighthouse import lighthouse_address, this_replica
 
 _TRIAL = """
-data.accumulate=1 data.validation_fraction=0 data.validation_paths=[]
+data.accumulate=1 same_bits=false data.validation_fraction=0 data.validation_paths=[]
 training.steps=3 training.epochs=null training.log_every=1 training.validate_every=null training.tensorboard=false
 training.forecast=false schedule.steps=3 schedule.warmup_steps=0 trackers={} evaluations={}
 checkpoint.resume=auto checkpoint.every=null checkpoint.best=null

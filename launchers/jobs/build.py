@@ -46,7 +46,8 @@ def device_type(recipe: Recipe) -> str:
 
 
 def plan_of(recipe: Recipe) -> Plan:
-    return Plan(recipe.mesh, make_passes(recipe.passes, recipe.find), guards=recipe.guards)
+    passes = make_passes(recipe.passes, recipe.find)
+    return Plan(recipe.mesh, passes, guards=recipe.guards, same_bits=recipe.same_bits)
 
 
 def world_size_of(recipe: Recipe) -> int:
@@ -225,6 +226,31 @@ def _check_room(recipe: Recipe, vocab_size: int, model_vocab: int, positions: in
         )
 
 
+def deal(recipe: Recipe, mesh: MeshSpec) -> Recipe:
+    """Return a recipe whose ``accumulate`` is of one data rank, also where ``same_bits`` counts that of all ranks."""
+    if not recipe.same_bits:
+        return recipe
+    if problem := dealing_problem(recipe, mesh):
+        raise RecipeError(f"{recipe.where('data.accumulate')}: {problem}")
+    data = recipe.data.model_copy(update={"accumulate": recipe.data.accumulate // _data_ranks(mesh)})
+    return recipe.model_copy(update={"data": data})
+
+
+def dealing_problem(recipe: Recipe, mesh: MeshSpec) -> str:
+    """Return why the micro-batches of a step cannot be dealt to data ranks under ``same_bits``; nothing if they can."""
+    count, ranks = recipe.data.accumulate, _data_ranks(mesh)
+    if not recipe.same_bits or count % ranks == 0:
+        return ""
+    return (
+        f"same_bits deals the {count} micro-batches of a step to {ranks} data ranks, which do not divide them; use "
+        f"data.accumulate={ranks * -(-count // ranks)}"
+    )
+
+
+def _data_ranks(mesh: MeshSpec) -> int:
+    return math.prod(mesh.axes.get(axis, 1) for axis in ("dp_replicate", "dp_shard"))
+
+
 def batch_of(recipe: Recipe) -> Batch:
     """Return what a data rank trains on in a step, with samples of full length."""
     data = recipe.data
@@ -253,7 +279,7 @@ def forecast_job(
     return forecast(
         plan or plan_of(recipe),
         model,
-        batch_of(recipe),
+        batch_of(deal(recipe, (plan or plan_of(recipe)).resolve(ranks))),
         hardware=hardware,
         world_size=ranks,
         layout=layout,
@@ -267,12 +293,10 @@ def forecast_job(
 def fit_recipe(recipe: Recipe, world_size: int, whole: int) -> Recipe:
     """Return an elastic job's recipe on what is left of ``whole`` ranks (0: all), with the nearest global batch."""
     if whole in (0, world_size):
-        return recipe
+        return deal(recipe, plan_of(recipe).resolve(world_size)) if recipe.same_bits else recipe
     before, now = _fit_mesh(recipe.mesh, whole, world_size)
-    old = recipe.data
-    ranks_before, ranks_now = (
-        math.prod(spec.axes.get(axis, 1) for axis in ("dp_replicate", "dp_shard")) for spec in (before, now)
-    )
+    recipe = deal(recipe, before)
+    old, ranks_before, ranks_now = recipe.data, _data_ranks(before), _data_ranks(now)
     batch = old.micro_batch * old.accumulate * ranks_before
     samples = max(1, round(batch / ranks_now))  # of a data rank, in micro-batches that are none larger
     micro_batch = max(size for size in range(1, old.micro_batch + 1) if samples % size == 0)

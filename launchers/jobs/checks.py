@@ -130,6 +130,8 @@ def replica_problems(recipe: Recipe) -> Problems:
             "averages",
             "--elastic=replicas sends weights and optimizer to a replica that joins, and no averages; remove averages",
         )
+    if recipe.same_bits:
+        yield "same_bits", "--elastic=replicas sums gradients of replicas as they come; set same_bits: false"
     if recipe.profile:
         yield "profile", "--elastic=replicas writes no profile; set profile: false"
     if recipe.data.workers:
@@ -210,6 +212,8 @@ def _plan(facts: JobFacts) -> Problems:
         weights = weights_problems(model, layout, recipe.model, adapters=recipe.lora is not None)
         yield from (("model.weights", text) for text in weights)
         spec = plan.check(model, adapted, world_size=facts.ranks)
+        if undealt := build.dealing_problem(recipe, spec):
+            yield "data.accumulate", undealt
         lost = lost_replica_problems(plan.passes, spec, model) if facts.replica else ()
         yield from (("mesh", text) for text in lost)
         balance = balance_problems(model, layout, training.balance_rate, training.balance_loss)

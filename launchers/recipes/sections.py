@@ -188,7 +188,7 @@ class DataSection(Section):
         sequence_length: tokens of a sample; a text with a target or a label is cut to this length.
         target_length: tokens of a target text, which is cut to this length.
         micro_batch: samples of a data rank in one forward pass.
-        accumulate: micro-batches per step.
+        accumulate: micro-batches of a data rank per step; with ``same_bits`` those of all data ranks.
         grow: larger batches later, ``{100000: 64, 500000: 128}``: samples read -> samples of a step of all ranks, a
             multiple of ``micro_batch`` times the data ranks.
         shuffle: draw the order of an epoch from the seed.

@@ -303,6 +303,11 @@ _SIMULATED = ContextVar[str | None]("simulated", default=None)
 """The type of device that simulated ones stand for, empty for themselves; None where ranks are real."""
 
 
+def reproduce_products() -> None:
+    """Let cuBLAS compute a product in the same way each time, unless the environment says how; before the first."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def standing_in(part: Any) -> Any:  # noqa: ANN401 - of the type of ``part``
     """Return ``part``, or where ranks are simulated what stands in for it (``part.simulated()``)."""
     return part.simulated() if is_simulated() else part

@@ -97,6 +97,12 @@ _TRANSFORMS: _Cause = (
     "use a mesh without tp, on which they equal one process's (FullyShard(), Replicate()); torch.autograd.grad works "
     "under tp, also with create_graph=True",
 )
+_UNORDERED: _Cause = (
+    r"does not have a deterministic implementation",
+    "same_bits allows deterministic kernels alone, and torch has none for this operator on this device",
+    "write it by other operators (torch.use_deterministic_algorithms lists those that have one), or drop same_bits "
+    "from the plan",
+)
 _SHARE: _Cause = (
     "",
     "not known; under this plan each rank computes with its share of the heads or features, which an operation may "
@@ -121,7 +127,7 @@ class Explanation:
         self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
         self._features = features
         shares = (_OUTSIDE_BLOCK,) if features is None else (_TRANSFORMS, _OUTSIDE, _SHAPES)
-        self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _ASSIGNED, _INFERENCE, _GONE)
+        self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _ASSIGNED, _INFERENCE, _UNORDERED, _GONE)
 
     def explained(self, error: Exception) -> Exception:
         """Return a ParallelError that names the inner module, or ``error`` itself where its cause is not known."""

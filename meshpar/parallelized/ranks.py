@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Protocol, TypeVar, cast
 
@@ -21,7 +22,7 @@ from meshpar.passes.data.gather_and_reduce import ReplicaShards
 from meshpar.passes.positions.parallel import positions, selected, with_positions
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.collectives import gather_partial
-from meshpar.same_bits.trees import SameBits, sum_over_
+from meshpar.same_bits.trees import SameBits, sum_over_, tree_sum
 from meshpar.step.calls import watch_compiled
 from meshpar.step.forward import Run
 
@@ -193,6 +194,21 @@ class ModuleOnMesh:
     def data_sum(self, values: Tensor) -> Tensor:
         """Sum ``values`` over samples and positions, in place, and return it. Collective: every rank calls it."""
         return self._reduce(values, dist.ReduceOp.SUM, "par.data_sum")
+
+    def total(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum of a value that each micro-batch of each data rank has, such as its loss.
+
+        ``par.data_sum(sum(parts))``; under ``Plan(same_bits=True)`` in the order in which gradients are summed.
+
+        Args:
+            parts: this rank's values, tensors of one shape, in the order of its micro-batches; every rank has as many.
+
+        Collective: every rank calls it.
+        """
+        if self.run.find(SameBits) is None:
+            return self.data_sum(functools.reduce(torch.add, parts))
+        self.run.agree("par.total")
+        return tree_sum(self._sum_by_tree(torch.stack(list(parts)).to(self.device)))
 
     def data_max(self, values: Tensor) -> Tensor:
         """Take the largest ``values`` of all samples and positions, in place, and return it.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any, TypeVar, final
 
 import torch
@@ -262,7 +262,6 @@ class Validations:
         """Return the means over the validation data, see :meth:`meshpar.training.Trainer.validate`."""
         assert self.data is not None
         par, data, tokens, stopped = self._par, self.data, 0, False
-        totals: dict[str, torch.Tensor] = {}
         data.restart()
 
         def until_stopped() -> Iterator[TensorBatch]:
@@ -281,13 +280,10 @@ class Validations:
             return {name: value.float() for name, value in {"loss": loss_sum, **more}.items()}
 
         with evaluating(par.module), torch.no_grad():
-            for sums in par.forward(until_stopped(), losses):
-                for name, value in sums.items():
-                    totals[name] = totals.get(name, 0) + value
+            sums = par.forward(until_stopped(), losses) or [{}]
             if stopped:
                 return {}
-            count = torch.tensor(float(tokens), device=par.device)
-            *summed, counted = par.data_sum(
-                torch.cat([*(total.reshape(-1) for total in totals.values()), count[None]])
-            ).tolist()
-        return {"loss": math.nan} | means({name: total.numel() for name, total in totals.items()}, summed, counted)
+            counts = (torch.tensor([float(count)], device=par.device) for count in chain([tokens], repeat(0)))
+            rows = [torch.cat([*map(torch.flatten, row.values()), count]) for row, count in zip(sums, counts)]
+            *summed, counted = par.total(rows).tolist()
+        return {"loss": math.nan} | means({name: total.numel() for name, total in sums[0].items()}, summed, counted)

@@ -23,6 +23,7 @@ from meshpar.launchers.commands.train import division_of
 from meshpar.launchers.doctor import devices, examine
 from meshpar.launchers.doctor.checks import all_findings, placement_findings
 from meshpar.launchers.doctor.examine import Folder, meet
+from meshpar.launchers.jobs.build import dealing_problem
 from meshpar.launchers.jobs.checks import check_job, machine_problems, replica_problems
 from meshpar.launchers.jobs.datasets import filling_problem
 from meshpar.launchers.recipes.yamlfile import parse_document
@@ -229,6 +230,11 @@ def room_for(folder, keep):
 
 def of_job(*overrides):
     return check_job(read(SMALL, *overrides), 2)
+
+
+def dealt(*overrides):
+    mesh = MeshSpec("dp_replicate=2,dp_shard=2")
+    return [problem for problem in [dealing_problem(read(SMALL, "same_bits=true", *overrides), mesh)] if problem]
 
 
 def of_replicas(*overrides):
@@ -608,6 +614,12 @@ ROWS = [
     Row("sends weights and optimizer to a replica that joins")
     .refuses(lambda: of_replicas("averages.ema.decay=0.9"))
     .helps("remove averages", lambda: of_replicas()),
+    Row("--elastic=replicas sums gradients of replicas as they come")
+    .refuses(lambda: of_replicas("same_bits=true"))
+    .helps("set same_bits: false", lambda: of_replicas("same_bits=false")),
+    Row("same_bits deals the {} micro-batches of a step to {} data ranks")
+    .refuses(lambda: dealt("data.accumulate=2"))
+    .helps("use data.accumulate=", lambda: dealt("data.accumulate=4")),
     Row("--elastic=replicas writes no profile")
     .refuses(lambda: of_replicas("profile=true"))
     .helps("set profile: false", lambda: of_replicas("profile=false")),

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meshpar import ContextParallel, FullyShard, ModelLayout, Plan, Replicate
+from meshpar import ContextParallel, FullyShard, ModelLayout, PipelineParallel, Plan, Replicate
 from meshpar.testing import on_ranks
 from tests.remedies.rows import Row, TwoRanks, in_one_process, run_together
 from tests.support.models_for_parity import on_meta, transformer
@@ -84,6 +84,26 @@ def other_norms(par, inputs, optimizer):
     third_norm(par, inputs, optimizer, (2, 1, float("inf")))
 
 
+def unordered(loop=None):
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x):
+            output = self.inner(x)
+            return output.put_(torch.tensor([1]), torch.ones(1)) if loop is None else loop(output)
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # as it is beside an accelerator
+    try:
+        par = Plan("dp_shard=2", [FullyShard()], same_bits=True).apply(Writing(), ModelLayout(blocks=("inner",)))
+        par.module(torch.ones(2, 4)).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    return True
+
+
 HALF = {"param_dtype": torch.bfloat16}
 ROWS = [
     Row("is no power of two; use {}={} or {}={}")
@@ -97,7 +117,7 @@ ROWS = [
     .refuses(lambda: problems("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]))
     .helps("use {}=1", lambda: problems("dp_shard=1,cp=1", [ContextParallel(), FullyShard()]))
     .helps("drop same_bits", lambda: problems("dp_shard=1,cp=2", [ContextParallel(), FullyShard()], same_bits=False)),
-    Row("so that same_bits cannot hold")
+    Row("so that same_bits cannot hold; use reduce_dtype")
     .refuses(lambda: problems("dp_replicate=2", [Replicate(**HALF)]))
     .helps("use reduce_dtype", lambda: problems("dp_replicate=2", [Replicate(**HALF, reduce_dtype=torch.float32)])),
     Row("computes statistics of all samples of a forward, whose number follows")
@@ -107,6 +127,10 @@ ROWS = [
     .refuses(lambda: problems("dp_shard=2", [FullyShard()], net(nn.Dropout(0.1))))
     .helps("set the dropout to 0", lambda: problems("dp_shard=2", [FullyShard()], net(nn.Dropout(0.0))))
     .helps("drop same_bits", lambda: problems("dp_shard=2", [FullyShard()], net(nn.Dropout(0.1)), same_bits=False)),
+    Row("so that same_bits cannot hold; untie it")
+    .refuses(lambda: problems("pp=2", [PipelineParallel()], tied=True))
+    .helps("untie it", lambda: problems("pp=2", [PipelineParallel()], tied=False))
+    .helps("use pp=1", lambda: problems("pp=1", [PipelineParallel()], tied=True)),
     TwoRanks("have gradients from before this backward")
     .refuses(lambda: trained(by_hand))
     .helps("use par.accumulate", lambda: trained(accumulated))
@@ -120,6 +144,10 @@ ROWS = [
     TwoRanks("of which same_bits leaves gradients after")
     .refuses(lambda: trained(step_inside))
     .helps("step after the loop", lambda: trained(accumulated)),
+    TwoRanks("write it by other operators")
+    .refuses(unordered)
+    .helps("write it by other operators", lambda: unordered(lambda output: output + torch.ones(2, 4)))
+    .helps("drop same_bits", lambda: trained(accumulated)),
     TwoRanks("takes powers, whose last bits depend on a value's place")
     .refuses(lambda: trained(third_norm))
     .helps("under same_bits use norm_type", lambda: trained(other_norms)),

@@ -98,6 +98,19 @@ class PipelineParallel(Pass):  # type: ignore[override]
         if anatomy is not None and not problems:
             _EXAMINED[module] = layout, anatomy
 
+    def bits_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        ranks, (_, anatomy) = mesh.axes["pp"], _EXAMINED.get(module, (None, None))
+        if ranks == 1 or anatomy is None:
+            return
+        # one process adds up the gradients of both uses of a sample before it adds up samples, and stages after
+        places = self._places(anatomy, ranks)
+        for name in anatomy.shared:
+            if len(_ranks_with(anatomy, name, places, ranks)) > 1:
+                yield (
+                    f"{name} is used on several stages of pp={ranks}, which add up its gradients after their samples, "
+                    "so that same_bits cannot hold; untie it, or use pp=1"
+                )
+
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> Installed | None:
         group, ranks, rank = mesh["pp"].get_group(), mesh["pp"].size(), mesh["pp"].get_local_rank()
         if ranks == 1:
