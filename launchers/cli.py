@@ -295,6 +295,21 @@ def compare(
 
 @app.command()
 @_reported
+def stacks(
+    run: Annotated[Path, Argument(help="The folder of a run that trains now.")],
+    wait: Annotated[float, Option(help="Seconds within which a rank must answer.", min=0.1)] = 10.0,
+    threads: Annotated[bool, Option("--threads", help="Show all threads, not the main thread alone.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print every rank's stack, step and last collectives, also while ranks wait in a collective."""
+    with quick_imports():
+        from meshpar.launchers.agent.stacks import show_stacks
+
+    print(_printable(show_stacks(run, wait, all_threads=threads)))
+
+
+@app.command()
+@_reported
 def plugins(debug: Debug = False) -> None:
     """List installed plugins: passes, layouts, objectives, launchers."""
     from meshpar.launchers.commands.inspecting import list_plugins

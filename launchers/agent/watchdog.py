@@ -19,6 +19,7 @@ from typing import Any, TextIO, final
 import torch.distributed as dist
 
 from meshpar._torch.groups import collective_counts, last_collectives
+from meshpar.launchers.agent.stacks import find_late, read_probe
 from meshpar.launchers.agent.terms import RETRY
 
 _STORE = "it is on rank 0's host: rank 0 or its launcher is stopped or dead"
@@ -77,7 +78,7 @@ class Watchdog:
                 self._give_up(idle_s)
 
     def _state(self) -> object:
-        return tuple(_read(probe) for probe in (self._progress, collective_counts, self._moves))
+        return tuple(read_probe(probe) for probe in (self._progress, collective_counts, self._moves))
 
     def _stay_in_touch(self) -> None:
         """Tell the others where this process is, and listen whether one of them has given up."""
@@ -91,7 +92,7 @@ class Watchdog:
     def _give_up(self, idle_s: float) -> None:
         """Write, ask, and end the process, whatever fails on the way."""
         try:
-            where: dict[str, Any] = {"rank": self._rank, "step": str(_read(self._progress)), "groups": {}}
+            where: dict[str, Any] = {"rank": self._rank, "step": str(read_probe(self._progress)), "groups": {}}
             where |= {"idle_s": round(idle_s, 1), "host": socket.gethostname()}
             with suppress(Exception):
                 where["groups"] = {group: list(pair) for group, pair in last_collectives().items()}
@@ -183,15 +184,6 @@ class Watchdog:
                     os.kill(beat["pid"], signal.SIGKILL)
 
 
-def _read(probe: Callable[[], object]) -> object:
-    """Return what a probe says; the name of its error where it raises one, which is no progress either."""
-    try:
-        value = probe()
-        return tuple(value.items()) if isinstance(value, dict) else value
-    except Exception as error:  # noqa: BLE001 - of the program's own code, which must not end the watch
-        return type(error).__name__
-
-
 def _left(until: float) -> timedelta:
     return timedelta(seconds=max(0.1, until - time.monotonic()))
 
@@ -202,12 +194,7 @@ def verdict_of(answers: Mapping[int, Mapping[str, Any]], missing: Sequence[int],
     if missing:
         named = ", ".join(f"{rank} ({hosts[rank]})" if rank in hosts else str(rank) for rank in missing)
         parts.append(f"ranks that do not answer, stopped or dead or their host is lost: {named}")
-    for group in sorted({name for answer in answers.values() for name in answer["groups"]}):
-        members = {rank: answer["groups"][group] for rank, answer in answers.items() if group in answer["groups"]}
-        last, what = max(map(tuple, members.values()))
-        behind = ", ".join(str(rank) for rank, (number, _) in sorted(members.items()) if number < last)
-        if behind:
-            parts.append(f"ranks that did not arrive at {what}, number {last} of {group}: {behind}")
+    parts += find_late(answers)
     if not parts:
         steps = ", ".join(f"rank {rank} at step {answer['step']}" for rank, answer in sorted(answers.items()))
         parts.append(

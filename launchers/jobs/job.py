@@ -24,6 +24,7 @@ from meshpar.checkpoints.storage.place import Place, carried, fetched, place
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError, PreflightError, RecipeError, StoreError
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watch_progress
+from meshpar.launchers.agent.stacks import answer_requests, note_progress
 from meshpar.launchers.agent.terms import MEETING_S, task
 from meshpar.launchers.doctor import examine
 from meshpar.launchers.jobs import build, datasets, reports
@@ -57,7 +58,10 @@ def run_job(recipe: Recipe) -> Outcome:
     # Before the process group opens: one rank prepares, the others wait for its lock, without a time-out.
     written, recipe = recipe, datasets.with_local_data(recipe)
     data = datasets.prepare_data(recipe)
-    with open_job(recipe, data, kind):
+    with contextlib.ExitStack() as outer:
+        if task() is None:  # no launcher of meshpar's has started this rank, and it answers in a folder of its own
+            outer.enter_context(answer_requests(recipe.folder / "logs" / "direct", runtime.rank()))
+        outer.enter_context(open_job(recipe, data, kind))
         model = build.build_model(recipe, data.vocab_size, data.facts)
         par = build.plan_of(recipe).apply(model, build.layout_of(recipe, model), device_type=kind)
         par = with_weights(par, recipe.model, recipe.seed, adapters=recipe.lora is not None)
@@ -109,6 +113,7 @@ def run_job(recipe: Recipe) -> Outcome:
                 doing = "" if layers is None else layers.doing()
                 return f"{trainer.step} ({doing})" if doing else str(trainer.step)
 
+            note_progress(progress)
             with watch_progress(recipe.watchdog, progress, lambda: (trainer.validations.moves, manager.writes)):
                 # to the end of the checkpoints that are written in the background
                 outcome = trainer.run(stop.enter_context(StopRequest()))

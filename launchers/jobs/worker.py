@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TextIO, final
 from meshpar.core.errors import LaunchError, MeshparError
 from meshpar.launchers.agent import terms
 from meshpar.launchers.agent.failures import exit_code, forget, note_os_exit, note_start, note_sys_exit, record
+from meshpar.launchers.agent.stacks import answer_requests
 from meshpar.launchers.agent.terms import STOPPED, RankTask, at_work, log_file, read_task
 from meshpar.process.imports import quick_imports
 from meshpar.process.secrets import redact
@@ -32,7 +33,7 @@ _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
 def main() -> int:
     """Run the task. The command line names the logs for whoever looks for a job's processes."""
     _, folder = sys.argv[1:]
-    with at_work(read_task(Path(folder))) as assigned:
+    with at_work(read_task(Path(folder))) as assigned, answer_requests(assigned.logs, terms.rank()):
         return _run(assigned, terms.rank())
 
 
