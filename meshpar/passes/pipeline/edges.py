@@ -190,7 +190,7 @@ class Edges:
     def _digest_of_inputs(self, leaves: Sequence[Tensor]) -> Tensor | int:
         """Return a number of what the module gets; tensors of the micro-batch itself are the same on all stages."""
         agreed = [self.turn.agreed.get(id(leaf)) for leaf in leaves]
-        if all(known is not None and leaf._version == known[1] for leaf, known in zip(leaves, agreed, strict=True)):
+        if all(form is not None and leaf._version == form[1] for leaf, form in zip(leaves, agreed, strict=True)):
             return hash(tuple(agreed))
         return digest_of(leaves, self.transfers.device)
 

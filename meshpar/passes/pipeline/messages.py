@@ -80,9 +80,9 @@ class Header:
 
     def room(self, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return room for values of these forms in one message, the values in it, and the numbers behind them."""
-        places, end = _places(self.forms)
-        whole = torch.empty(end + 8 * self.size(len(places)), dtype=torch.uint8, device=device)
-        values = [whole[place].view(dtype).view(shape).detach() for place, (dtype, shape) in zip(places, self.forms)]
+        spans, end = _spans(self.forms)
+        whole = torch.empty(end + 8 * self.size(len(spans)), dtype=torch.uint8, device=device)
+        values = [whole[span].view(dtype).view(shape).detach() for span, (dtype, shape) in zip(spans, self.forms)]
         return whole, values, whole[end:].view(torch.int64)
 
 
@@ -96,7 +96,7 @@ def _numbers(header: Header, values: int) -> Tensor:
 
 
 @lru_cache
-def _places(forms: Forms) -> tuple[list[slice], int]:
+def _spans(forms: Forms) -> tuple[list[slice], int]:
     """Return where values of these forms are in a message, and where they end."""
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in forms]
     # kernels read aligned values faster

@@ -45,8 +45,8 @@ class Layers(HandsOn):
         # micro-batches of this step, of an evaluation before those now agreed on (-1: a step), and whether a forward of
         # the step that runs has ended
         self._count, self._before, self.goes_on = 0, 0, False
-        # of the tensors of each micro-batch on which the stages have agreed: their shapes, numbers and versions
-        self._shapes, self._agreed = list[Any](), list[dict[int, tuple[int, int]]]()
+        # of the tensors of each micro-batch on which the stages have agreed: their shapes, and numbers and versions
+        self._agreed = list[tuple[Any, dict[int, tuple[int, int]]]]()
         self._action: Action | None = None  # that runs
         self._form: Form = (False, torch.float32, [])  # of the last totals
         # gets each action of a step before it runs
@@ -167,13 +167,16 @@ class Layers(HandsOn):
             self._fail(error)
         self._count = len(batches)
         every_leaf = [tensor_leaves(batch) for batch in batches]
-        self._shapes = [tuple([tuple(leaf.shape) for leaf in leaves]) for leaves in every_leaf]
-        self._agreed, number = [{}] * len(batches), 0
-        if not self._transfers.late:  # else the bytes of those on a device are not compared
-            self._agreed = [_versions(leaves) for leaves in every_leaf]
+        shapes = [tuple([tuple(leaf.shape) for leaf in leaves]) for leaves in every_leaf]
+        # beside a device the bytes there are not compared
+        self._agreed = [
+            (form, {} if self._transfers.late else _versions(leaves))
+            for form, leaves in zip(shapes, every_leaf, strict=True)
+        ]
+        number = 0
         if self._transfers.supposed is None and self._errors.error is None:
             digest = _digest(chain.from_iterable(every_leaf), waits=not self._transfers.late)
-            number = hash((len(batches), digest, *self._shapes))
+            number = hash((len(batches), digest, *shapes))
         every = torch.empty(self.ranks, dtype=torch.int64, device="cpu")
         numbers = torch.tensor([number], device="cpu")
         self._messages.exchanged(all_gather, every, numbers, group=self._messages.hosts)
@@ -320,7 +323,7 @@ class Layers(HandsOn):
     def _forth(self, action: Action, run: Callable[[], object]) -> None:
         """Run a forward, which leaves what it took and what it has handed on."""
         self._action = action
-        self.edges.begin(action.chunk, action.number, self._shapes[action.number], self._agreed[action.number])
+        self.edges.begin(action.chunk, action.number, *self._agreed[action.number])
         self._try(run, self.edges.pass_forth)
 
 
