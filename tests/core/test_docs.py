@@ -8,9 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import meshpar
-from meshpar import passes
+from meshpar import RecipeError, passes
+from meshpar.launchers.recipes.loading import resolve
+from meshpar.launchers.recipes.yamlfile import parse_document
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -55,6 +58,12 @@ def test_every_page_is_listed_for_readers():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == meshpar.__version__ and cited["license"] == "Apache-2.0"
+    assert {"cff-version", "title", "message", "authors"} <= cited.keys()
 
 
 def without_comments(code):
@@ -152,3 +161,103 @@ def documented(module, name, value):
     ]
     after = body[defined[0] + 1]
     return isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+
+
+def blocks(path, *kinds):
+    """The texts of a page's blocks of code of some kinds, set to the left."""
+    found = re.findall(r"(?ms)^( *)```(\w*)\n(.*?)^\1```", path.read_text(encoding="utf-8"))
+    return [re.sub(f"(?m)^{indent}", "", code) for indent, kind, code in found if kind in kinds]
+
+
+PUBLIC_NAMES = {
+    name: getattr(importlib.import_module(home), name)
+    for home in PUBLIC
+    for name in importlib.import_module(home).__all__
+}
+MEMBERS = {"par": meshpar.Parallelized, "plan": meshpar.Plan, "checkpoints": meshpar.checkpoints.CheckpointManager}
+"""What snippets call the objects of these classes."""
+
+
+def meant(node, others):
+    """The object that a name or an attribute of a snippet means, None for what is not meshpar's or set by instances."""
+    if isinstance(node, ast.Name):
+        known = None if node.id in others else MEMBERS.get(node.id, PUBLIC_NAMES.get(node.id))
+        return meshpar if node.id == "meshpar" else known
+    if not isinstance(node, ast.Attribute) or (owner := meant(node.value, others)) is None:
+        return None
+    if inspect.ismodule(owner) and not hasattr(owner, node.attr):
+        return importlib.import_module(f"{owner.__name__}.{node.attr}")
+    if inspect.isclass(owner) and not hasattr(owner, node.attr):
+        ours = [base for base in owner.__mro__ if base.__module__.startswith("meshpar")]
+        fields = {
+            name
+            for base in ours
+            for name in re.findall(r"(?:self\.|^    )(\w+)\b", inspect.getsource(base), re.MULTILINE)
+        }
+        assert node.attr in fields, ast.unparse(node)
+        return None
+    return getattr(owner, node.attr) if inspect.ismodule(owner) or inspect.isclass(owner) else None
+
+
+def refused(call, others):
+    """The keywords of a call that a function of meshpar does not take."""
+    target = meant(call.func, others)
+    try:
+        known = inspect.signature(target).parameters.values() if callable(target) else None
+    except ValueError:  # an error's
+        known = None
+    if known is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known):
+        return []
+    names = {None, *(parameter.name for parameter in known)}
+    return [f"{ast.unparse(call.func)}({key.arg}=)" for key in call.keywords if key.arg not in names]
+
+
+SNIPPETS = [path for path in PAGES if any(">>> " not in code for code in blocks(path, "python"))]
+
+
+@pytest.mark.parametrize("path", SNIPPETS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_snippet_imports_calls_and_passes_is_there(path):
+    codes = [code for code in blocks(path, "python") if ">>> " not in code and not code.startswith(" ")]
+    nodes = [node for code in codes for node in ast.walk(ast.parse(code))]
+    others, wrong = set(), []
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            if "meshpar" in ast.unparse(node):
+                exec(ast.unparse(node), {})
+            else:
+                others |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            others.add(node.name)
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            meant(node, others)
+        elif isinstance(node, ast.Call):
+            wrong += refused(node, others)
+    assert wrong == []
+
+
+FRAGMENTS = [
+    (path, number)
+    for path in PAGES
+    for number, code in enumerate(blocks(path, "yaml"))
+    if re.search(r"(?m)^[a-z_]+:", code)
+]
+NO_RECIPES = ("name: x86-64-measured", "spec:", "output_dir:", "name: bad")
+"""How blocks begin that are profiles, patches of job files, or recipes that the page shows as refused."""
+
+
+@pytest.mark.parametrize("path,number", FRAGMENTS, ids=lambda value: getattr(value, "stem", value))
+def test_the_yaml_of_a_page_has_keys_of_a_recipe(path, number, tmp_path, monkeypatch):
+    code = blocks(path, "yaml")[number]
+    if code.startswith(NO_RECIPES):
+        return
+    lines = [code] if len(re.findall(r"(?m)^data:", code)) < 2 else code.splitlines()
+    for text in lines:
+        document = parse_document(text, path.name)
+        base = {"model": {"kind": "gpt2"}, "training": {"steps": 10}}
+        document.data = {**base, **document.data}
+        document.data["training"] = {**base["training"], **document.data["training"]}
+        try:
+            resolve(document)
+        except RecipeError as error:
+            assert not re.search("unknown key|, got ", str(error)), error
