@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator as PlainAccelerator
+from accelerate.accelerator import Accelerator as PlainAccelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import recursively_apply, reduce

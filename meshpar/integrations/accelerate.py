@@ -16,10 +16,14 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator as PlainAccelerator
-from accelerate import DataLoaderConfiguration
+from accelerate.accelerator import Accelerator as PlainAccelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import InitProcessGroupKwargs, convert_file_size_to_int, parse_flag_from_env
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    InitProcessGroupKwargs,
+    convert_file_size_to_int,
+    parse_flag_from_env,
+)
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler

@@ -201,7 +201,7 @@ class _TrainerOnMesh(Trainer):
 
     def _divide(self, model: nn.Module) -> nn.Module:
         """Apply the plan to a model, of peft's to the model inside, and let the accelerator count its data ranks."""
-        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        base: Any = cast(Any, model).get_base_model() if isinstance(model, PeftModel) else model
         if base is not model and (axis := _axis_of(self._plan, Role.FEATURES)) is not None:
             raise MeshparError(
                 f"axis {axis!r} splits layers by features, and peft's adapters add to whole layers; expected axes of "

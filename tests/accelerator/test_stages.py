@@ -247,7 +247,7 @@ def test_values_of_another_micro_batch_are_refused_on_all_stages(device):
     def program(layers):
         if layers.rank == 0:
             begin = layers.edges.begin
-            layers.edges.begin = lambda chunk, number, form: begin(chunk, (number + 1) % 3, form)
+            layers.edges.begin = lambda chunk, number, *form: begin(chunk, (number + 1) % 3, *form)
         train(layers, ids(3))
 
     for error, _ in errors_of(Network(2), program):
