@@ -364,7 +364,8 @@ def _open_group(options: dict[str, Any]) -> timedelta:
 
 def _read_on_each_rank(configuration: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
     """Return a configuration by which every rank reads its batches: accelerate can send them to all ranks alone."""
-    configuration = configuration or DataLoaderConfiguration()
+    if configuration is None:
+        configuration = DataLoaderConfiguration()
     if configuration.dispatch_batches:
         raise MeshparError(
             "dispatch_batches=True sends other batches to each rank, and ranks of tp compute one batch together; use "
