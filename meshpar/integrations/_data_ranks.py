@@ -162,9 +162,11 @@ class DataRankAccelerator(PlainAccelerator):
         except TypeError:
             gathered, use_gather_object = self._data.gather_objects(input_data), True
         remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
-        if remainder <= 0 or self._data.size == 1:  # one rank repeats no samples
+        if remainder <= 0:
             return gathered
-        return gathered[:remainder] if use_gather_object else recursively_apply(lambda x: x[:remainder], gathered)
+        if use_gather_object:
+            return gathered[:remainder]
+        return recursively_apply(lambda part: part[:remainder] if part.ndim else part, gathered)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce over the ranks with different samples: "sum", "mean", "max", "none". Collective."""

@@ -136,7 +136,10 @@ def evaluate(accelerator, count):
     loader = accelerator.prepare(DataLoader(Rows(count), batch_size=SAMPLES // accelerator.num_processes))
     tensors = [accelerator.gather_for_metrics(batch["input_ids"]) for batch in loader]
     objects = [accelerator.gather_for_metrics([str(row.sum()) for row in batch["input_ids"]]) for batch in loader]
-    return torch.cat(tensors), list(itertools.chain(*objects))
+    # as programs do whose loss is that of a batch, and TRL's number of a batch
+    repeated = [accelerator.gather_for_metrics(batch["input_ids"][0, 0].repeat(SAMPLES)).tolist() for batch in loader]
+    number = [accelerator.gather_for_metrics(batch["input_ids"].float().mean()).mean().item() for batch in loader]
+    return torch.cat(tensors), list(itertools.chain(*objects)), repeated, number
 
 
 @pytest.mark.parametrize("mesh", daily(MESHES, "dp_shard=2", "dp_shard=2,tp=2"))
@@ -144,8 +147,10 @@ def evaluate(accelerator, count):
 def test_what_is_gathered_counts_each_sample_once_and_in_order(mesh):
     expected = evaluate(plain(), 21)
     accelerator = on_mesh(mesh)
-    tensors, objects = evaluate(accelerator, 21)
+    tensors, objects, repeated, number = evaluate(accelerator, 21)
     assert torch.equal(tensors, expected[0]) and torch.equal(tensors, Rows(21).ids) and objects == expected[1]
+    if accelerator.num_processes == 1:
+        assert (repeated, number) == expected[2:]
     index, size = accelerator.process_index, accelerator.num_processes
     here = torch.tensor([1.0 + index])
     assert accelerator.gather({"a": (here,)})["a"][0].tolist() == (
