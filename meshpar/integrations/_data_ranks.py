@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, final
 
@@ -24,11 +24,13 @@ from meshpar import MeshparError, Plan, Role
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRanks:
-    """The ranks with different samples: how many, this one's index, and their group on this place of other axes."""
+    """The ranks with different samples: how many, this one's index, their group on this place of other axes, and the
+    first rank of all with the samples of each."""
 
     size: int
     rank: int
     group: dist.ProcessGroup | None
+    first_ranks: list[int] = field(default_factory=list)
 
     @staticmethod
     def of(plans: list[Plan], timeout: timedelta) -> DataRanks:
@@ -38,9 +40,8 @@ class DataRanks:
         for plan in plans:
             spec = plan.resolve(world)
             roles = {axis: role for pass_ in plan.passes for axis, role in pass_.roles.items() if axis in spec.axes}
-            for axis, role in roles.items():
-                if spec.axes[axis] > 1 and role in (Role.POSITIONS, Role.LAYERS):
-                    what = "layers" if role is Role.LAYERS else "positions of a sequence"
+            for role, what in ((Role.LAYERS, "layers"), (Role.POSITIONS, "positions of a sequence")):
+                if (axis := find_axis(plan, role)) is not None:
                     raise MeshparError(
                         f"the plan {plan} divides {what} over {axis}={spec.axes[axis]}, and a script for accelerate "
                         "calls its model with whole sequences and every layer; use dp_replicate, dp_shard, ep or tp"
@@ -62,7 +63,8 @@ class DataRanks:
         group: Any = dist.group.WORLD
         if size < world:
             group, _ = dist.new_subgroups_by_enumeration(list(groups.values()), timeout=timeout)
-        return DataRanks(size=size, rank=rank, group=group)
+        first_ranks = [numbers.index(number) for number in range(size)]
+        return DataRanks(size=size, rank=rank, group=group, first_ranks=first_ranks)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Join the ranks' tensors along dim 0."""
@@ -87,6 +89,13 @@ class DataRanks:
         if reduction != "none" and self.size > 1:
             dist.all_reduce(reduced, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=self.group)
         return reduced / self.size if reduction == "mean" else reduced
+
+
+def find_axis(plan: Plan, role: Role) -> str | None:
+    """Return the first axis with several ranks and this role."""
+    sizes = plan.resolve(dist.get_world_size()).axes
+    axes = (axis for pass_ in plan.passes for axis, role_of_axis in pass_.roles.items() if role_of_axis is role)
+    return next((axis for axis in axes if sizes.get(axis, 1) > 1), None)
 
 
 def _numbers(samples: list[tuple[int, ...]]) -> list[int]:
@@ -181,6 +190,10 @@ class DataRankAccelerator(PlainAccelerator):
         largest: Any = reduce(flag, "max")
         return bool(largest >= 1)
 
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker; on a rank that has none, one that takes every call and logs nothing."""
+        return super().get_tracker(name, unwrap) if self.trackers else _NoTracker()
+
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
         """Refuse: a rank without a batch would not gather its part of the weights for the others."""
         raise MeshparError(
@@ -193,3 +206,9 @@ class DataRankAccelerator(PlainAccelerator):
         gc.collect()
         self.wait_for_everyone()
         super().end_training()
+
+
+@final
+class _NoTracker:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: None

@@ -1,16 +1,22 @@
-"""Shared by several trainers: optimizers that follow parameters to the mesh by name, and whole weights to save."""
+"""Shared by several trainers: optimizers and averages that follow parameters to the mesh, and weights that leave it."""
 
 from __future__ import annotations
 
+import collections
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshpar import MeshparError, Parallelized
+from meshpar import MeshparError, ModelLayout, Parallelized, Plan
+from meshpar.checkpoints import export_module
 
 _DEPTH = 4
 """How deep an optimizer's attributes are searched for parameters that it keeps outside of its groups."""
@@ -113,15 +119,33 @@ def _moved_state(kind: str, entry: _Replaced, values: Any, par: Parallelized) ->
     """Return the state of one parameter with each tensor of the parameter's shape placed as the parameter is."""
     parameter, moved = _parameter_now(entry), {}
     for key, value in dict(values).items():
-        tensor = isinstance(value, Tensor)
-        if tensor and value.shape != parameter.shape and value.numel() > 1:
+        if isinstance(value, Tensor) and value.shape != parameter.shape and value.numel() > 1:
             raise MeshparError(
                 f"{kind}'s {key!r} of {entry.name} has shape {tuple(value.shape)} and the parameter "
                 f"{tuple(parameter.shape)}, so the state cannot be moved to the mesh; expected one value for each "
                 "element: put the optimizer on the mesh before its first step"
             )
-        moved[key] = par.like(parameter, value) if tensor and value.shape == parameter.shape else value
+        moved[key] = place(par, parameter, value)
     return moved
+
+
+@contextmanager
+def whole_states(pars: Sequence[Parallelized]) -> Iterator[list[dict[str, Any]]]:
+    """Let ``state_dict()`` of modules give whole tensors, on rank 0, in the block. Collective: every rank enters it."""
+    states = [par.state_dict(full=True) for par in pars]
+    with ExitStack() as stack:
+        stack.callback(states.clear)
+        for par, state in zip(pars, states, strict=True):
+            module: Any = par.module
+            stack.callback(setattr, module, "state_dict", module.state_dict)
+            module.state_dict = lambda *_, state=state, **__: state
+            stack.callback(_WHOLE.discard, module)
+            _WHOLE.add(module)
+        yield states
+
+
+_WHOLE = weakref.WeakSet[nn.Module]()
+"""Modules that give whole tensors now."""
 
 
 def save_whole(par: Parallelized) -> None:
@@ -132,12 +156,71 @@ def save_whole(par: Parallelized) -> None:
         return
 
     def save_pretrained(*args: Any, **options: Any) -> None:
-        state = par.state_dict(full=True)
-        sharded = module.state_dict
-        module.state_dict = lambda *_, **__: state  # diffusers takes no state_dict=
-        try:
-            save(*args, **{**options, "state_dict": state})
-        finally:
-            module.state_dict = sharded
+        # in a script's hook, which rank 0 may run alone, the module is whole
+        with nullcontext([module.state_dict()]) if module in _WHOLE else whole_states([par]) as states:
+            save(*args, **{**options, "state_dict": states[0]})
 
     module.save_pretrained = save_pretrained
+
+
+def apply_plan(plan: Plan, module: nn.Module, layout: ModelLayout | None, device: torch.device) -> Parallelized:
+    """Apply a plan; the class, which FSDP2 replaces, keeps the name that libraries ask for and write into exports."""
+    before = type(module)
+    par = plan.apply(module, layout, device_type=device.type)
+    if (now := type(module)) is not before:
+        now.__name__, now.__qualname__, now.__module__ = before.__name__, before.__qualname__, before.__module__
+    return par
+
+
+def export_into(par: Parallelized, folder: Path, **options: Any) -> None:
+    """Export weights to a folder, whose other files stay, without gathering the model. Collective."""
+    exported = folder / ".export"
+    export_module(par, exported, overwrite=True, **options)
+    if dist.get_rank() == 0:
+        for old in folder.glob("model*.safetensors*"):
+            old.unlink()
+        for file in exported.iterdir():
+            file.replace(folder / file.name)
+        exported.rmdir()
+    dist.barrier()
+
+
+def place(par: Parallelized, parameter: Tensor, value: Any) -> Any:
+    """Place a whole tensor of the parameter's shape as the parameter is; return anything else as it is."""
+    is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
+    return par.like(parameter, value) if is_whole else value
+
+
+def place_average(average: Any, pars: Sequence[Parallelized]) -> None:
+    """Place ``shadow_params``, an average of a model's parameters, as the parameters are."""
+    par = _averaged_by(average, pars)
+    pairs = zip(par.module.parameters(), average.shadow_params, strict=True)
+    average.shadow_params = [place(par, parameter, shadow) for parameter, shadow in pairs]
+
+
+def _averaged_by(average: Any, pars: Sequence[Parallelized]) -> Parallelized:
+    shapes = [tensor.shape for tensor in average.shadow_params]
+    for par in pars:
+        if [parameter.shape for parameter in par.module.parameters()] == shapes:
+            return par
+    raise MeshparError(
+        f"{type(average).__name__} averages {len(shapes)} tensors, and no model on the mesh has parameters of their "
+        "shapes; expected an average of all parameters of a model: pass the model to prepare first"
+    )
+
+
+@contextmanager
+def whole_averages(averages: Sequence[Any], pars: Sequence[Parallelized]) -> Iterator[None]:
+    """Let averages have whole tensors on rank 0 in the block, and place what they have afterwards. Collective."""
+    for average in averages:
+        par = _averaged_by(average, pars)
+        wholes = (par.whole(shadow) for shadow in average.shadow_params)
+        if dist.get_rank() == 0:
+            average.shadow_params = [tensor.cpu() for tensor in wholes]
+        else:
+            collections.deque(wholes, 0)
+    try:
+        yield
+    finally:
+        for average in averages:
+            place_average(average, pars)

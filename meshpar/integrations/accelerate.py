@@ -7,13 +7,14 @@ import difflib
 import inspect
 import math
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
+import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.accelerator import Accelerator as PlainAccelerator
@@ -30,9 +31,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import meshpar
 from meshpar import MeshparError, ModelLayout, Parallelized, Plan
-from meshpar.checkpoints import CheckpointManager, export_module
+from meshpar.checkpoints import CheckpointManager
 from meshpar.integrations._data_ranks import DataRankAccelerator, DataRanks
-from meshpar.integrations._shared import ReplacedParameters, save_whole
+from meshpar.integrations._shared import (
+    ReplacedParameters,
+    apply_plan,
+    export_into,
+    place_average,
+    save_whole,
+    whole_averages,
+    whole_states,
+)
 
 __all__ = ["Accelerator"]
 
@@ -102,15 +111,19 @@ class Accelerator(DataRankAccelerator):
         self._on_mesh: dict[nn.Module, Parallelized] = {}
         self._names: dict[nn.Module, str] = {}
         self._prepared: dict[nn.Module, nn.Module] = {}
+        self._averages: list[Any] = []
+        self._has_hooks, self._states = False, list[dict[str, Any]]()
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Put models on the mesh, and give their optimizers, loaders and schedulers what they need there.
 
-        Optimizers that were made before get the parameters of the mesh by name, in the same groups.
+        Optimizers that were made before get the parameters of the mesh by name, in the same groups. An average of a
+        model's parameters that keeps them in ``shadow_params`` (diffusers' ``EMAModel``) is divided as the model is.
 
         Raises:
             PlanError: lists every problem of a plan, before a model changes.
-            MeshparError: on every rank: an optimizer that cannot be moved, a model without a plan or without weights.
+            MeshparError: on every rank: an optimizer that cannot be moved, a model without a plan or without weights,
+                an average of no model on the mesh.
 
         Collective: every rank calls it with the same.
         """
@@ -121,7 +134,15 @@ class Accelerator(DataRankAccelerator):
         with self._replaced.moving(optimizers, self._on_mesh):
             for module in modules:
                 self.prepare_model(module)
+        for item in args:
+            if hasattr(item, "shadow_params"):
+                place_average(item, self._pars)
+                self._averages.append(item)
         return super().prepare(*args, device_placement=device_placement)
+
+    @property
+    def _pars(self) -> list[Parallelized]:
+        return [self._on_mesh[module] for module in self._names]
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -144,7 +165,7 @@ class Accelerator(DataRankAccelerator):
         self._replaced.note(model)
         # accelerate's autocast and compiler come around the model's own forward, and meshpar around those
         prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        par = plan.apply(model, layout, device_type=self.device.type)
+        par = apply_plan(plan, model, layout, self.device)
         self._on_mesh |= dict.fromkeys((model, prepared), par)
         self._prepared[model] = prepared
         self._names[model] = name
@@ -237,29 +258,24 @@ class Accelerator(DataRankAccelerator):
         """Export a model's weights to a folder, without gathering the model. Collective: every rank calls it."""
         if not safe_serialization:
             raise MeshparError("save_model got safe_serialization=False; expected True: weights are safetensors")
-        # beside the folder, whose other files (a tokenizer's) stay
-        folder, size = f"{os.fspath(save_directory)}.exporting", convert_file_size_to_int(max_shard_size)
-        export_module(self.parallelized(model), folder, max_shard_size=size, overwrite=True)
-        if self.is_main_process:
-            shutil.copytree(folder, save_directory, dirs_exist_ok=True, copy_function=shutil.move)
-            shutil.rmtree(folder)
-        self.wait_for_everyone()
+        size = convert_file_size_to_int(max_shard_size)
+        export_into(self.parallelized(model), Path(save_directory), max_shard_size=size)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Save a checkpoint that any other mesh loads: models and optimizers by meshpar, the rest by accelerate.
 
         Each model is a step of ``CheckpointManager`` in a folder of its name. Hooks that are registered for saving get
-        no models. Collective: every rank calls it.
+        the models with whole weights on rank 0. Collective: every rank calls it.
 
         Returns:
             The checkpoint's folder.
         """
         _refuse_options("save_state", options)
-        with self._without_models():
+        with whole_states(self._pars if self._has_hooks else []) as self._states, self._without_models():
             folder = super().save_state(output_dir, safe_serialization)
+        counts = {"step": self.step, "num_processes": self.num_processes, "ranks": self._data.first_ranks}
         for name, par, optimizers in self._saved():
             with CheckpointManager(os.path.join(folder, name)) as manager:
-                counts = {"step": self.step, "num_processes": self.num_processes}
                 manager.save(0, par, optimizers, extra=counts, replace=True)
         return os.fspath(folder)
 
@@ -272,31 +288,49 @@ class Accelerator(DataRankAccelerator):
             CheckpointError: on every rank: lists everything that does not fit.
         """
         _refuse_options("load_state", options)
-        folder: list[str] = []
-        handle = self.register_load_state_pre_hook(lambda _, path: folder.append(path))
+        counts: dict[str, Any] = {}
+        state, rank, saved = self.state, dist.get_rank(), list(self._saved())
+
+        def restore(_: object, folder: str) -> None:
+            for name, par, optimizers in saved:
+                with CheckpointManager(os.path.join(folder, name)) as manager:
+                    counts.update(manager.restore(par, optimizers).extra)
+            if counts.get("num_processes") == self.num_processes:
+                # whose random state accelerate loads
+                state.process_index = counts["ranks"][self.process_index]
+
         fresh = {schedule: dict(vars(schedule)) for schedule in self._schedules}
-        try:
-            with self._without_models():
+        with self._without_models():
+            handle = super().register_load_state_pre_hook(restore)
+            try:
                 super().load_state(input_dir, load_kwargs)
-        finally:
-            handle.remove()
-        for name, par, optimizers in self._saved():
-            with CheckpointManager(os.path.join(folder[0], name)) as manager:
-                counts = manager.restore(par, optimizers).extra
-            self.step = counts["step"]
+            finally:
+                handle.remove()
+                state.process_index = rank
+        self.step = counts.get("step", self.step)
         if self._names and self.step_scheduler_with_optimizer and not self.split_batches:
             for schedule, attributes in fresh.items():
                 _count_again(schedule, attributes, counts["num_processes"], self.num_processes)
 
     @contextmanager
     def _without_models(self) -> Iterator[None]:
-        """Let accelerate save and load all but models and optimizers in the block."""
+        """Let accelerate save and load all but models and optimizers in the block, with averages whole on rank 0."""
         models, optimizers = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:
-            yield
+            with whole_averages(self._averages, self._pars):
+                yield
         finally:
             self._models, self._optimizers = models, optimizers
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Let a hook see the models, whose whole weights rank 0 has, and their states in :meth:`save_state`."""
+        self._has_hooks = True
+        return super().register_save_state_pre_hook(lambda _, __, folder: hook([*self._names], [*self._states], folder))
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Let a hook see the models in :meth:`load_state`, before meshpar loads them."""
+        return super().register_load_state_pre_hook(lambda _, folder: hook([*self._names], folder))
 
     def _saved(self) -> Iterator[tuple[str, Parallelized, dict[str, Optimizer]]]:
         """Yield each model's name, the model, and its optimizers by number."""
@@ -317,9 +351,14 @@ class Accelerator(DataRankAccelerator):
     def free_memory(self, *objects: Any) -> Any:
         """Forget what was prepared, and free its memory."""
         self._replaced = ReplacedParameters()
-        for record in (self._on_mesh, self._names, self._prepared, self._schedules):
+        for record in (self._on_mesh, self._names, self._prepared, self._schedules, self._averages):
             record.clear()
         return super().free_memory(*objects)
+
+
+def __getattr__(name: str) -> Any:
+    """Return accelerate's own, so that a script changes one import."""
+    return getattr(accelerate, name)
 
 
 def _check_options(options: Mapping[str, Any], names: list[str]) -> None:

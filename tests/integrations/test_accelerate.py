@@ -17,7 +17,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from meshpar import FullyShard, HybridShard, ModelLayout, Plan, Replicate, TensorParallel
+from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, Replicate, TensorParallel
 from meshpar.integrations.accelerate import Accelerator
 from meshpar.testing import on_ranks, whole
 from tests.support.models_for_parity import VOCAB, huggingface
@@ -346,6 +346,8 @@ def test_trackers_log_on_one_rank_and_memory_is_freed():
     accelerator.log({"loss": 2}, step=1)
     expected = [{"lr": 1}, (1, {"loss": 2})] if accelerator.is_main_process else []
     assert tracker.values == expected
+    accelerator.get_tracker("noted").log({"loss": 3}, step=2)
+    assert len(tracker.values) == len(expected) + accelerator.is_main_process
     net = accelerator.prepare(model())
     (net,) = accelerator.free_memory(net)
     assert net is None and accelerator.prepare(model()) is not None
@@ -458,13 +460,80 @@ def test_the_example_prints_what_its_page_shows(tmp_path):
     assert shown(f"{torchrun} tp=2") == shown("python examples/accelerate_on_mesh.py")
 
 
+class Average:
+    """An average that keeps whole tensors, as diffusers' EMAModel does."""
+
+    def __init__(self, parameters):
+        self.shadow_params = [parameter.clone().detach() for parameter in parameters]
+
+    def step(self, parameters):
+        for shadow, parameter in zip(self.shadow_params, parameters, strict=True):
+            shadow.lerp_(parameter.detach(), 0.5)
+
+
+def hooked(accelerator, folder, steps, *, load=False):
+    """A script whose hooks save and load the model and an average that was made before prepare."""
+    torch.manual_seed(0)
+    net = Net(4)
+    average = Average(net.parameters())
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3))
+    average = accelerator.prepare(average)
+
+    def save(models, weights, output):
+        if accelerator.is_main_process:
+            assert all(torch.equal(tensor, weights[0][name]) for name, tensor in models[0].state_dict().items())
+            torch.save({"net": models[0].state_dict(), "average": average.shadow_params}, Path(output, "own.pt"))
+            weights.pop()
+
+    def restore(models, source):
+        state = torch.load(Path(source, "own.pt"))
+        models.pop().load_state_dict(state["net"])
+        average.shadow_params = state["average"]
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(restore)
+    if load:
+        accelerator.load_state(str(folder))
+    for step in steps:
+        x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(step))
+        accelerator.backward(net(x[accelerator.process_index :: accelerator.num_processes]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        average.step(net.parameters())
+    accelerator.save_state(str(folder))
+    shadows = {str(number): whole(tensor) for number, tensor in enumerate(average.shadow_params)}
+    return shadows | {name: whole(tensor) for name, tensor in net.named_parameters()}, type(net).__name__
+
+
+@on_ranks(2)
+def test_hooks_and_an_average_of_a_script_resume_on_another_mesh(tmp_path):
+    expected, name = hooked(plain(), tmp_path / str(dist.get_rank()), range(4))
+    hooked(on_mesh("dp_shard=2"), tmp_path / "mesh", range(2))
+    found, name_there = hooked(on_mesh("tp=2"), tmp_path / "mesh", range(2, 4), load=True)
+    assert_same_weights(found, expected)
+    found, name_there = hooked(on_mesh("dp_shard=2"), tmp_path / "other", range(4))
+    assert_same_weights(found, expected)
+    assert name_there == name
+    with pytest.raises(MeshparError, match="Average averages 1 tensors, and no model on the mesh has parameters"):
+        on_mesh("dp_shard=2").prepare(Net(4), Average([torch.ones(3)]))
+
+
+def test_one_import_has_the_names_of_accelerates():
+    from meshpar.integrations import accelerate as on_a_mesh
+
+    assert on_a_mesh.DistributedType is accelerate.DistributedType
+    with pytest.raises(ImportError, match="no_such_name"):
+        from meshpar.integrations.accelerate import no_such_name  # noqa: F401
+
+
 def averaged(accelerator):
     from diffusers.training_utils import EMAModel
 
     torch.manual_seed(0)
     net = Net(4)
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3))
     ema = EMAModel(net.parameters(), decay=0.9)
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3))
+    ema = accelerator.prepare(ema)
     for step in range(4):
         x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(step))
         accelerator.backward(net(x[accelerator.process_index :: accelerator.num_processes]).square().mean())

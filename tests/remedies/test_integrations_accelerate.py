@@ -5,11 +5,12 @@ import itertools
 import torch
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshpar import ContextParallel, Float8, FullyShard, PipelineParallel, Plan, Replicate, TensorParallel
 from meshpar.integrations.accelerate import Accelerator
 from meshpar.testing import on_ranks
-from tests.integrations.test_accelerate import Net, start
+from tests.integrations.test_accelerate import Average, Net, start
 from tests.remedies.rows import TwoRanks, run_together
 
 SHARDED, SPLIT = Plan("dp_shard=2", [FullyShard()]), Plan("tp=2", [TensorParallel()])
@@ -88,6 +89,14 @@ def built(device):
     return made().prepare(net) is net
 
 
+def averages(*models_first):
+    """Whether an average is divided, that is prepared after its model or without it."""
+    accelerator, net = made(), Net(4)
+    average = Average(net.parameters())
+    accelerator.prepare(*(net for _ in models_first), average)
+    return all(isinstance(shadow, DTensor) for shadow in average.shadow_params)
+
+
 ROWS = [
     TwoRanks("parameters that no model on the mesh has, of shapes")
     .refuses(lambda: trained(lambda net: sgd(net, nn.Parameter(torch.ones(3)))))
@@ -114,6 +123,9 @@ ROWS = [
     .helps(
         "use meshes whose data axes have the same sizes", lambda: two(SHARDED, Plan("dp_replicate=2", [Replicate()]))
     ),
+    TwoRanks("tensors, and no model on the mesh has parameters of their shapes")
+    .refuses(averages)
+    .helps("pass the model to prepare first", lambda: averages(True)),
     TwoRanks("join_uneven_inputs lets ranks run other numbers of batches")
     .refuses(lambda: made().join_uneven_inputs([]))
     .helps("leave join_uneven_inputs out", lambda: trained(sgd)),
