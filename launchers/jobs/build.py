@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -227,24 +227,28 @@ def _check_room(recipe: Recipe, vocab_size: int, model_vocab: int, positions: in
 
 
 def deal(recipe: Recipe, mesh: MeshSpec) -> Recipe:
-    """Return a recipe whose ``accumulate`` is of one data rank, also where ``same_bits`` counts that of all ranks."""
+    """Return a recipe whose numbers of micro-batches are of one data rank, where ``same_bits`` counts all ranks'."""
     if not recipe.same_bits:
         return recipe
-    if problem := dealing_problem(recipe, mesh):
-        raise RecipeError(f"{recipe.where('data.accumulate')}: {problem}")
-    data = recipe.data.model_copy(update={"accumulate": recipe.data.accumulate // _data_ranks(mesh)})
-    return recipe.model_copy(update={"data": data})
+    if problems := list(dealing_problems(recipe, mesh)):
+        raise RecipeError("; ".join(f"{recipe.where(field)}: {text}" for field, text in problems))
+    ranks, steps = _data_ranks(mesh), recipe.training.validate_steps
+    data = recipe.data.model_copy(update={"accumulate": recipe.data.accumulate // ranks})
+    training = recipe.training.model_copy(update={"validate_steps": steps and steps // ranks})
+    return recipe.model_copy(update={"data": data, "training": training})
 
 
-def dealing_problem(recipe: Recipe, mesh: MeshSpec) -> str:
-    """Return why the micro-batches of a step cannot be dealt to data ranks under ``same_bits``; nothing if they can."""
-    count, ranks = recipe.data.accumulate, _data_ranks(mesh)
-    if not recipe.same_bits or count % ranks == 0:
-        return ""
-    return (
-        f"same_bits deals the {count} micro-batches of a step to {ranks} data ranks, which do not divide them; use "
-        f"data.accumulate={ranks * -(-count // ranks)}"
-    )
+def dealing_problems(recipe: Recipe, mesh: MeshSpec) -> Iterator[tuple[str, str]]:
+    """Yield fields and texts: which micro-batches cannot be dealt to the data ranks under ``same_bits``."""
+    ranks, data, training = _data_ranks(mesh), recipe.data, recipe.training
+    counts = {"data.accumulate": data.accumulate, "training.validate_steps": training.validate_steps or 0}
+    for field, count in counts.items() if recipe.same_bits else ():
+        if count % ranks:
+            yield (
+                field,
+                f"same_bits deals {count} micro-batches to {ranks} data ranks, which do not divide them; use "
+                f"{field}={ranks * -(-count // ranks)}",
+            )
 
 
 def _data_ranks(mesh: MeshSpec) -> int:
@@ -293,10 +297,11 @@ def forecast_job(
 def fit_recipe(recipe: Recipe, world_size: int, whole: int) -> Recipe:
     """Return an elastic job's recipe on what is left of ``whole`` ranks (0: all), with the nearest global batch."""
     if whole in (0, world_size):
-        return deal(recipe, plan_of(recipe).resolve(world_size)) if recipe.same_bits else recipe
+        return recipe
     before, now = _fit_mesh(recipe.mesh, whole, world_size)
-    recipe = deal(recipe, before)
-    old, ranks_before, ranks_now = recipe.data, _data_ranks(before), _data_ranks(now)
+    old = recipe.data
+    # same_bits counts the micro-batches of all data ranks
+    ranks_before, ranks_now = (1, 1) if recipe.same_bits else (_data_ranks(before), _data_ranks(now))
     batch = old.micro_batch * old.accumulate * ranks_before
     samples = max(1, round(batch / ranks_now))  # of a data rank, in micro-batches that are none larger
     micro_batch = max(size for size in range(1, old.micro_batch + 1) if samples % size == 0)

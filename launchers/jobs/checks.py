@@ -212,8 +212,7 @@ def _plan(facts: JobFacts) -> Problems:
         weights = weights_problems(model, layout, recipe.model, adapters=recipe.lora is not None)
         yield from (("model.weights", text) for text in weights)
         spec = plan.check(model, adapted, world_size=facts.ranks)
-        if undealt := build.dealing_problem(recipe, spec):
-            yield "data.accumulate", undealt
+        yield from build.dealing_problems(recipe, spec)
         lost = lost_replica_problems(plan.passes, spec, model) if facts.replica else ()
         yield from (("mesh", text) for text in lost)
         balance = balance_problems(model, layout, training.balance_rate, training.balance_loss)

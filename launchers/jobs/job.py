@@ -65,6 +65,7 @@ def run_job(recipe: Recipe) -> Outcome:
         model = build.build_model(recipe, data.vocab_size, data.facts)
         par = build.plan_of(recipe).apply(model, build.layout_of(recipe, model), device_type=kind)
         par = with_weights(par, recipe.model, recipe.seed, adapters=recipe.lora is not None)
+        recipe = build.deal(recipe, par.spec)
         saved: Saved = par if recipe.lora is None else Adapters(par)
         saving = recipe.checkpoint
         manager = CheckpointManager(
@@ -301,7 +302,8 @@ def _other_batch(recipe: Recipe, before: int, trainer: Trainer) -> str:
     ranks = now // (recipe.data.micro_batch * recipe.data.accumulate)
     per_rank, rest = divmod(before, ranks)
     sizes = [size for size in range(1, min(per_rank, recipe.data.micro_batch) + 1) if per_rank % size == 0]
-    keep = "" if rest else f"; to keep it, set data.micro_batch={sizes[-1]} data.accumulate={per_rank // sizes[-1]}"
+    accumulate = per_rank // sizes[-1] * (ranks if recipe.same_bits else 1)
+    keep = "" if rest else f"; to keep it, set data.micro_batch={sizes[-1]} data.accumulate={accumulate}"
     if trainer.course.follows_samples and trainer.settings.epochs is not None:
         instead = trainer.data.steps_until(trainer.settings.epochs, before)
         then = f"{steps:,} steps are left instead of {instead:,}, and the learning rate follows the samples"

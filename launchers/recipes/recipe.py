@@ -98,8 +98,8 @@ class Recipe(Section):
         passes: passes with their options, in order; default: the passes that the mesh's axes require.
         guards: when ranks compare what must be alike: ``always``, ``first`` (in the first two steps) or ``off``, as in
             :class:`meshpar.Plan`; also of the teacher's plan.
-        same_bits: losses, gradients and weights have the same bits on every mesh; ``data.accumulate`` then counts the
-            micro-batches of all data ranks.
+        same_bits: losses, gradients and weights have the same bits on every mesh; ``data.accumulate`` and
+            ``training.validate_steps`` then count the micro-batches of all data ranks.
         dtype: dtype of the stored parameters, their gradients and the optimizer state. Modules that the layout keeps in
             float32 stay float32. A pass computes in its own ``param_dtype``.
         model: see the sections below; the same applies to the other headings.

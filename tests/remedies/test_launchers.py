@@ -23,7 +23,7 @@ from meshpar.launchers.commands.train import division_of
 from meshpar.launchers.doctor import devices, examine
 from meshpar.launchers.doctor.checks import all_findings, placement_findings
 from meshpar.launchers.doctor.examine import Folder, meet
-from meshpar.launchers.jobs.build import dealing_problem
+from meshpar.launchers.jobs.build import dealing_problems
 from meshpar.launchers.jobs.checks import check_job, machine_problems, replica_problems
 from meshpar.launchers.jobs.datasets import filling_problem
 from meshpar.launchers.recipes.yamlfile import parse_document
@@ -234,7 +234,7 @@ def of_job(*overrides):
 
 def dealt(*overrides):
     mesh = MeshSpec("dp_replicate=2,dp_shard=2")
-    return [problem for problem in [dealing_problem(read(SMALL, "same_bits=true", *overrides), mesh)] if problem]
+    return [text for _, text in dealing_problems(read(SMALL, "same_bits=true", *overrides), mesh)]
 
 
 def of_replicas(*overrides):
@@ -617,9 +617,9 @@ ROWS = [
     Row("--elastic=replicas sums gradients of replicas as they come")
     .refuses(lambda: of_replicas("same_bits=true"))
     .helps("set same_bits: false", lambda: of_replicas("same_bits=false")),
-    Row("same_bits deals the {} micro-batches of a step to {} data ranks")
+    Row("same_bits deals {} micro-batches to {} data ranks")
     .refuses(lambda: dealt("data.accumulate=2"))
-    .helps("use data.accumulate=", lambda: dealt("data.accumulate=4")),
+    .helps("use {}={}", lambda: dealt("data.accumulate=4")),
     Row("--elastic=replicas writes no profile")
     .refuses(lambda: of_replicas("profile=true"))
     .helps("set profile: false", lambda: of_replicas("profile=false")),
