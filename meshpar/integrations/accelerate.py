@@ -401,7 +401,7 @@ def _open_group(options: dict[str, Any]) -> timedelta:
     return timeout
 
 
-def _read_on_each_rank(configuration: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+def _read_on_each_rank(configuration: Any) -> Any:
     """Return a configuration by which every rank reads its batches: accelerate can send them to all ranks alone."""
     if configuration is None:
         configuration = DataLoaderConfiguration()
