@@ -82,6 +82,8 @@ class Accelerator(DataRankAccelerator):
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
 
+    step: int  # accelerate's count of micro-batches
+
     def __init__(
         self,
         *args: Any,
