@@ -17,13 +17,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from meshpar import MeshparError, ModelLayout, Parallelized, Plan, Role, WeightSource
 from meshpar.checkpoints import CheckpointManager
-from meshpar.integrations._shared import ReplacedParameters
+from meshpar.integrations._shared import ReplacedParameters, apply_plan, place
 
 __all__ = ["AveragedWeights", "MeshparFabricStrategy", "MeshparStrategy"]
 
@@ -110,7 +109,7 @@ class _OnMesh:
         if not self._placed:  # gloo's threads could abort a process that leaves its group open
             atexit.unregister(_close)
             atexit.register(_close)
-        par = plan.apply(module, layout, device_type=self.root_device.type)
+        par = apply_plan(plan, module, layout, self.root_device)
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             par.materialize(seed=self._seed if self._weights is None else None, weights=self._weights)
         self._placed[module], self._micro_batches[module] = par, _Accumulation(par)
@@ -175,12 +174,11 @@ class _OnMesh:
         """Return an optimizer's state with whole tensors placed as the parameters are."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-        def placed(parameter: Tensor, key: str, value: Any) -> Any:
-            plain = isinstance(value, Tensor) and not isinstance(value, DTensor) and key != "step"
-            return self._par.like(parameter, value) if plain and value.shape == parameter.shape else value
-
         states = {
-            number: {key: placed(parameters[number], key, value) for key, value in values.items()}
+            number: {
+                key: value if key == "step" else place(self._par, parameters[number], value)
+                for key, value in values.items()
+            }
             for number, values in state["state"].items()
         }
         return {**state, "state": states}
@@ -398,12 +396,8 @@ class MeshparStrategy(_OnMesh, DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole tensors; after a folder of shards, those that are in no plan."""
         assert self.lightning_module is not None
-        state = dict(checkpoint["state_dict"])
-        for name, par in () if self._restored else self.parallelized.items():
-            values = {key: state.pop(key) for key in [*state] if _is_in(key, name)}
-            par.load_state_dict({key.removeprefix(f"{name}."): value for key, value in values.items()}, strict=strict)
-        missing, unexpected = self.lightning_module.load_state_dict(state, strict=False)
-        missing = [name for name in missing if not self._is_placed(name)]
+        missing, unexpected = self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+        missing = [name for name in missing if not (self._restored and self._is_placed(name))]
         if strict and (missing or unexpected):
             raise MeshparError(f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}")
 
@@ -514,11 +508,6 @@ class MeshparFabricStrategy(_OnMesh, FabricDDPStrategy):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole tensors, on rank 0."""
         return self._whole(module.state_dict())
-
-    def load_module_state_dict(self, module: nn.Module, state_dict: Any, strict: bool = True) -> None:
-        """Load whole tensors, each rank its part."""
-        target: Any = self._placed.get(module, module)
-        target.load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return whole state, on rank 0."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,13 +18,13 @@ import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import has_length, seed_worker
 
 from meshpar import MeshparError, Parallelized, Plan, Role
-from meshpar.checkpoints import CheckpointManager, export_module
-from meshpar.integrations._data_ranks import DataRankAccelerator, DataRanks
+from meshpar.checkpoints import CheckpointManager
+from meshpar.integrations._data_ranks import DataRankAccelerator, DataRanks, find_axis
+from meshpar.integrations._shared import apply_plan, export_into
 from meshpar.training import Adapters
 
 __all__ = ["on_mesh"]
@@ -154,7 +153,6 @@ class _TrainerOnMesh(Trainer):
 
     accelerator: _AcceleratorOnMesh
     args: Any
-    label_smoother: Any
     lr_scheduler: Any
     model: Any
     optimizer: Any
@@ -169,7 +167,7 @@ class _TrainerOnMesh(Trainer):
                 "optimizers has an optimizer or a schedule of the whole model's parameters; expected none: choose them "
                 "by optim= and lr_scheduler_type=, pass optimizer_cls_and_kwargs=, or override create_optimizer"
             )
-        if bound.get("reward_funcs") is not None and (axis := _axis_of(plan, Role.FEATURES)) is not None:
+        if bound.get("reward_funcs") is not None and (axis := find_axis(plan, Role.FEATURES)) is not None:
             raise MeshparError(
                 f"axis {axis!r} has ranks with the same prompts, whose completions {type(self).__name__} would count "
                 "twice; expected axes of samples: use a mesh of dp_replicate and dp_shard"
@@ -190,7 +188,7 @@ class _TrainerOnMesh(Trainer):
 
     def _axis_of_layers(self, plan: Plan) -> str | None:
         """Return the axis that divides layers, and refuse trainers whose own loss reads every layer's values."""
-        axis = _axis_of(plan, Role.LAYERS)
+        axis = find_axis(plan, Role.LAYERS)
         if axis is not None and super().compute_loss.__func__ is not Trainer.compute_loss:  # type: ignore[attr-defined]
             raise MeshparError(
                 f"axis {axis!r} divides layers, and {type(self).__name__} computes a loss and metrics of its own on "
@@ -202,20 +200,17 @@ class _TrainerOnMesh(Trainer):
     def _divide(self, model: nn.Module) -> nn.Module:
         """Apply the plan to a model, of peft's to the model inside, and let the accelerator count its data ranks."""
         base: Any = cast(Any, model).get_base_model() if isinstance(model, PeftModel) else model
-        if base is not model and (axis := _axis_of(self._plan, Role.FEATURES)) is not None:
+        if base is not model and (axis := find_axis(self._plan, Role.FEATURES)) is not None:
             raise MeshparError(
                 f"axis {axis!r} splits layers by features, and peft's adapters add to whole layers; expected axes of "
                 f"samples: use a mesh without {axis}, or add adapters by meshpar.training.add_adapters in a loop"
             )
-        if self.args.torch_compile and (axis := _axis_of(self._plan, Role.FEATURES)) is not None:
+        if self.args.torch_compile and (axis := find_axis(self._plan, Role.FEATURES)) is not None:
             raise MeshparError(
                 f"torch_compile is True, and axis {axis!r} splits layers by features, whose exchanges are not traced "
                 "through a whole model; expected False on this mesh: drop torch_compile"
             )
-        if self.label_smoother is not None and type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-            # Trainer asks the name of the class, which sharding changes
-            self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
-        self._par = self._plan.apply(base, device_type=self.args.device.type)
+        self._par = apply_plan(self._plan, base, None, self.args.device)
         if self._par.data_size > 1 and hasattr(base, "generate"):
             base.generate = functools.partial(base.generate, synced_gpus=True)  # ranks end with the longest sequence
         divided = set(map(id, base.parameters()))
@@ -375,7 +370,7 @@ class _TrainerOnMesh(Trainer):
         elif isinstance(self.model, PeftModel):
             self._export_adapters(self.model, folder)
         else:
-            self._export(folder)
+            export_into(self._par, folder)
         if self.args.should_save:
             reads = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if reads is not None:
@@ -385,16 +380,6 @@ class _TrainerOnMesh(Trainer):
 
     def _saved(self) -> Any:
         return Adapters(self._par) if isinstance(self.model, PeftModel) else self._par
-
-    def _export(self, folder: Path) -> None:
-        exported = folder / ".export"
-        export_module(self._par, exported, overwrite=True)
-        if self.args.should_save:
-            for old in folder.glob("model*.safetensors*"):
-                old.unlink()
-            for file in exported.iterdir():
-                file.replace(folder / file.name)
-            shutil.rmtree(exported)
 
     def _export_adapters(self, model: Any, folder: Path) -> None:
         state = model.state_dict()
@@ -456,18 +441,11 @@ def _check_plan(plan: object) -> None:
         raise MeshparError(f'plan is {plan!r}; expected a Plan: meshpar.Plan("dp_shard=2", [meshpar.FullyShard()])')
     if not dist.is_initialized():
         raise MeshparError("no process group is open; wrap the script in `with meshpar.distributed():`")
-    if (axis := _axis_of(plan, Role.POSITIONS)) is not None:
+    if (axis := find_axis(plan, Role.POSITIONS)) is not None:
         raise MeshparError(
             f"axis {axis!r} divides sequences, and Trainer's batches and losses are of whole ones; expected axes of "
             f"samples, features and layers: use a mesh without {axis}, or a loop of your own with par.split"
         )
-
-
-def _axis_of(plan: Plan, role: Role) -> str | None:
-    """Return the first axis with several ranks and this role."""
-    sizes = plan.resolve(dist.get_world_size()).axes
-    axes = (axis for pass_ in plan.passes for axis, role_of_axis in pass_.roles.items() if role_of_axis == role)
-    return next((axis for axis in axes if sizes.get(axis, 1) > 1), None)
 
 
 def _check_arguments(arguments: TrainingArguments) -> None:
