@@ -17,6 +17,7 @@ from meshpar.checkpoints.steps.state import Checkpointable, ModelState, Optimize
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core.errors import CheckpointError
+from meshpar.plan import Plan
 from meshpar.process.waiting import reads_of
 from meshpar.state.averaging import Averaged
 from meshpar.tensors.placements import held_by_this_rank, local_tensor
@@ -182,9 +183,12 @@ class Restoring:
                 self._averages[called].updates, self._averages[called].calls = counts["updates"], counts["calls"]
 
     def _restore_random(self, same: bool) -> str:
-        prefix = f"{RANDOM}rank-{self._ranks.rank}."
+        plan = self._par.plan
+        alike = isinstance(plan, Plan) and plan.same_bits
+        rank = 0 if alike else self._ranks.rank
+        prefix = f"{RANDOM}rank-{rank}."
         names = [name for name in self._source.tensors if name.startswith(prefix)]
-        if not same or not names:
+        if not (same or alike) or not names:
             self._par.manual_seed(crc32(f"{self._manifest.seed} {self._manifest.step}".encode()))
             return "derived"
         generators = {}
@@ -192,7 +196,7 @@ class Restoring:
             stored = self._source.tensors[name]
             generators[name] = torch.empty(stored.shape, dtype=stored.dtype)
             self._source.read(name, (), generators[name])
-        state.set_random_state(self._ranks.rank, self._par.device, generators)
+        state.set_random_state(rank, self._par.device, generators)
         return "restored"
 
 

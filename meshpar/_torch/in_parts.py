@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any, final
 
 import torch
@@ -15,6 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar.core.errors import MeshparError
 
 _ITERATE = torch.Tensor.__iter__
+_DRAWS = {
+    *("alpha_dropout", "bernoulli", "bernoulli_", "dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_"),
+    *("feature_alpha_dropout", "feature_dropout", "multi_head_attention_forward", "multinomial", "normal", "normal_"),
+    *("native_dropout", "rand_like", "randint_like", "randn_like", "random_", "rrelu", "scaled_dot_product_attention"),
+    *("uniform_", "gumbel_softmax", "exponential_"),
+}
+"""Names of functions that draw random numbers, or may."""
+AROUND_DRAWS: ContextVar[Callable[[int], AbstractContextManager[None]] | None] = ContextVar("around", default=None)
+"""What runs around such a function of the part of a number."""
 _REGISTER_HOOK = torch.Tensor.register_hook
 _SET_ITEM = torch.Tensor.__setitem__
 
@@ -58,7 +69,12 @@ class TensorInParts(Tensor):
         if func is _REGISTER_HOOK:
             return _Handles([_REGISTER_HOOK(part, *args[1:], **kwargs) for part in wholes[0].parts])
         count = len(wholes[0].parts)
-        return _join(name, [func(*_take(args, number), **_take(kwargs, number)) for number in range(count)])
+        around = AROUND_DRAWS.get() if name in _DRAWS else None
+        results = []
+        for number in range(count):
+            with nullcontext() if around is None else around(number):
+                results.append(func(*_take(args, number), **_take(kwargs, number)))
+        return _join(name, results)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import reduce
 from typing import Any, final
 
 import torch
@@ -20,6 +21,8 @@ from meshpar.guards.operators import one_process
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.stand_ins import is_idle
 from meshpar.passes.tensor.context import Context
+from meshpar.passes.tensor.random import draws_random
+from meshpar.same_bits.dropout import DrawsBySample
 from meshpar.same_bits.gradients import TreeOfGradients
 from meshpar.same_bits.trees import SameBits
 from meshpar.state.full import OptimizerStates, refuse_copies
@@ -49,6 +52,12 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
         chunk, is_last = (lambda: 0, lambda: True) if layers is None else (layers.chunk, layers.is_last)
         moments.append(TreeOfGradients(module, guarded.units, by_tree, chunk, is_last))
         facts.add(moments[-1:])
+        if resolved.layout.dropout or draws_random(module):
+            axes, here = resolved.held.axes, resolved.held.coordinates(dist.get_rank())
+            data_rank = reduce(lambda rank, axis: rank * axes[axis] + here[axis], resolved.averaged, 0)
+            moments.append(DrawsBySample(module, resolved.blocks, guarded.device, data_rank, by_tree.ranks))
+            if layers is not None:
+                layers.edges.by_sample = True
     trials = explain = None
     if guarded.guards == "off":
         compares = resolved.reduced and dist.get_world_size() > 1

@@ -149,8 +149,12 @@ class ModuleOnMesh:
 
         Stages of ``pp`` draw alike in ``loss``, and each its own numbers in the forward. Inside split layers each rank
         derives a state of its own, so that dropout differs between shards; under sequence parallelism it has one
-        everywhere.
+        everywhere. Under ``same_bits`` all ranks have the same, and a forward derives its own by the number of its
+        micro-batch.
         """
+        if self.run.find(SameBits) is not None:
+            random.seed(self.device, seed)
+            return
         differing = [axis for pass_ in self.plan.passes if pass_.splits_sequence for axis in pass_.axes]
         differing += [axis for _, axis in self._splitters]
         random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))

@@ -10,7 +10,6 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, axes_of, seen_mesh
 from meshpar.passes.data.batch_norm import batch_norms
-from meshpar.passes.tensor.random import draws_random
 
 
 def bits_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
@@ -30,9 +29,4 @@ def bits_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout
         yield (
             f"{name} ({type(child).__name__}) computes statistics of all samples of a forward, whose number follows "
             "the mesh under same_bits; use a norm that does not work across the batch"
-        )
-    if layout.dropout or draws_random(module):
-        yield (
-            "the model draws random numbers in training, which follow the mesh under same_bits; set the dropout to 0, "
-            "or drop same_bits"
         )

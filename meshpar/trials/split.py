@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar._torch.calls import uncompiled
+from meshpar._torch.in_parts import TensorInParts
 from meshpar._torch.tensors import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
 from meshpar.core.passes import Facts
@@ -184,7 +185,7 @@ class SplitTest:
     def _remember_mask(self, name: str, inner: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             masks = self._inputs.setdefault(name, _Inputs()).masks
-            if inner not in masks and isinstance(output, Tensor):
+            if inner not in masks and isinstance(output, Tensor) and not isinstance(output, TensorInParts):
                 x = args[0].detach()
                 zeros = (output.detach() == 0) & (x != 0)
                 # equal constants may be of different parts

@@ -45,6 +45,7 @@ class Model(nn.Module):
     def __init__(self, **options):
         super().__init__()
         self.mlp, self.other = FeedForward(**options), nn.Linear(8, 8)
+        self.norm, self.embed = nn.LayerNorm(8), nn.Embedding(8, 8)
 
     def forward(self, x):
         return self.mlp(x)
@@ -56,9 +57,9 @@ def dropping(probability):
     return model
 
 
-def split(model=None, mesh="tp=2", parts=4, *, others=(), styles=None, table=TABLE):
+def split(model=None, mesh="tp=2", parts=4, *, others=(), table=TABLE, **options):
     """The problems of a plan in equal parts."""
-    passes = [TensorParallel(parts=parts, styles=styles or {}), *others]
+    passes = [TensorParallel(parts=parts, **options), *others]
     return problems(mesh, passes, model or Model(), ModelLayout(tensor=table))
 
 
@@ -101,6 +102,7 @@ def past_functions(x):
         return torch.relu(x)
 
 
+SEQUENCE = {**TABLE, "norm": "sequence", "embed": "vocab"}
 WIDE = {**TABLE, "mlp": Halved()}
 LEFT_WHOLE = dict.fromkeys(TABLE)
 ROWS = [
@@ -117,10 +119,10 @@ ROWS = [
     .refuses(lambda: split(others=[Compile(blocks=("mlp",))]))
     .helps("drop {}", split)
     .helps("drop parts= from TensorParallel", lambda: split(parts=None, others=[Compile(blocks=("mlp",))])),
-    Row("the model has dropout, whose masks follow the ranks of tp")
-    .refuses(lambda: split(dropping(0.1)))
-    .helps("set dropout to 0", lambda: split(dropping(0.0)))
-    .helps("drop parts=", lambda: split(dropping(0.1), parts=None)),
+    Row("the model has dropout between split layers, whose masks follow the parts of the sequence")
+    .refuses(lambda: split(dropping(0.1), sequence_parallel=True, table=SEQUENCE))
+    .helps("set dropout to 0", lambda: split(dropping(0.0), sequence_parallel=True, table=SEQUENCE))
+    .helps("use TensorParallel(sequence_parallel=False)", lambda: split(dropping(0.1), table=SEQUENCE)),
     Row("{} has the style {}, which does not compute in equal parts")
     .refuses(lambda: split(table=WIDE))
     .helps("leave it whole: {}", lambda: split(table={**WIDE, "other": "colwise"}, styles=LEFT_WHOLE))

@@ -123,10 +123,6 @@ ROWS = [
     Row("computes statistics of all samples of a forward, whose number follows")
     .refuses(lambda: problems("dp_shard=2", [FullyShard()], net(nn.BatchNorm1d(4))))
     .helps("use a norm", lambda: problems("dp_shard=2", [FullyShard()], net(nn.LayerNorm(4)))),
-    Row("the model draws random numbers in training, which follow the mesh")
-    .refuses(lambda: problems("dp_shard=2", [FullyShard()], net(nn.Dropout(0.1))))
-    .helps("set the dropout to 0", lambda: problems("dp_shard=2", [FullyShard()], net(nn.Dropout(0.0))))
-    .helps("drop same_bits", lambda: problems("dp_shard=2", [FullyShard()], net(nn.Dropout(0.1)), same_bits=False)),
     Row("so that same_bits cannot hold; untie it")
     .refuses(lambda: problems("pp=2", [PipelineParallel()], tied=True))
     .helps("untie it", lambda: problems("pp=2", [PipelineParallel()], tied=False))

@@ -111,6 +111,7 @@ def train(mesh, passes, *, model="transformer", build=None, optimizer="adamw", s
     with torch.device("meta"):
         module = (build or of_model)()
     par = Plan(mesh, passes, same_bits=True, guards=guards).apply(module).materialize(seed=0)
+    par.manual_seed(0)
     optimizer = OPTIMIZERS[optimizer](par)
     results, names = {}, {id(parameter): name for name, parameter in par.module.named_parameters()}
     for step in range(steps):

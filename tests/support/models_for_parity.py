@@ -46,7 +46,7 @@ def huggingface_gpt2(**options):
         vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0,
     )  # fmt: skip
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False, **options))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | options, use_cache=False))
 
 
 def t5():

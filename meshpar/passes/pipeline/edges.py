@@ -49,7 +49,8 @@ class Edges:
         self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
         self._versions = list[int]()  # of what it has handed on
         self._next = 0  # the number of the block that the forward has to call
-        self._state = LossState()
+        # a forward draws random numbers by the number of its micro-batch and the names of its blocks
+        self._state, self.by_sample = LossState(), False
 
     def _turn(self, chunk: int, number: int, **options: Any) -> Turn:
         stage = chunk * self.portion.ranks + self.portion.rank
@@ -175,7 +176,8 @@ class Edges:
         if turn.stage:
             self.transfers.receive(turn)
         draws = portion.draws_random and portion.module.training
-        output = self._state.call(device, turn.stage, draws=draws, run=lambda: inner(*args, **kwargs))
+        stage = None if self.by_sample else turn.stage
+        output = self._state.call(device, stage, draws=draws, run=lambda: inner(*args, **kwargs))
         if self._next <= portion.chunks[turn.chunk].end:
             raise MeshparError(
                 f"the forward returned before it called {portion.line[self._next]}: stages of pp run every block in "

@@ -95,7 +95,7 @@ class Context:
     def part(self, module: nn.Module, x: Tensor) -> None:
         """Tell that what ``module`` computes of ``x`` from here on is split over the axis."""
         if self.random is not None and module.training:
-            self.random.part(x.device, self.rank)
+            self.random.part(x.device, *([self.rank] if self.equal_parts is None else self.features.numbers))
 
     def join(self) -> None:
         """Tell that activations are replicated from here on."""

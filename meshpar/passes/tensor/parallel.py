@@ -141,8 +141,11 @@ class TensorParallel(Pass):
     def _reasons(self, module: nn.Module, layout: ModelLayout, parts: int) -> Iterator[str]:
         """Yield why features cannot be computed in ``parts`` equal parts, by any number of ranks."""
         yield from self._every_problem(module, layout, parts)
-        if layout.dropout or draws_random(module):
-            yield "the model has dropout, whose masks follow the ranks of tp; set dropout to 0, or drop parts="
+        if self.sequence_parallel and (layout.dropout or draws_random(module)):
+            yield (
+                "the model has dropout between split layers, whose masks follow the parts of the sequence that ranks "
+                "have; set dropout to 0, or use TensorParallel(sequence_parallel=False)"
+            )
         for name, child, style in self._table(module, layout).styled:
             length = style.length_in_parts(child)
             if length is None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, final
 
 import torch
 from torch import nn
 
 from meshpar._torch.calls import eager
+from meshpar._torch.in_parts import AROUND_DRAWS
 from meshpar._torch.simulated_device import has_values
 from meshpar._torch.tensors import Dropout
 from meshpar.core import runtime
@@ -67,6 +69,22 @@ def set_states(device: torch.device, values: list[torch.Tensor]) -> None:
         _generator(device).set_state(value)
 
 
+def initial_seed(device: torch.device) -> int:
+    """Return the seed from which a device's default generator, or its state that was put back, began."""
+    return _generator(device).initial_seed()
+
+
+def draw_seeds(device: torch.device, count: int) -> list[int]:
+    """Return ``count`` seeds, as that many calls for one do; waits for nothing."""
+    generator = _generator(device)
+    if runtime.on_host(device):
+        return torch.randint(_MASK, (count,), generator=generator).tolist()
+    # Reading a number drawn on the device would wait for it; seed and offset are known on the host.
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4 * count)
+    return [mix(generator.initial_seed(), offset + 4 * number) for number in range(count)]
+
+
 @final
 class SplitState:
     """Tell random numbers for a rank's part of activations from those for what the axis's ranks share."""
@@ -74,21 +92,29 @@ class SplitState:
     def __init__(self) -> None:
         self._device = torch.device("cpu")
         self._shared: torch.Tensor | None = None
+        # of each of several parts
+        self._states: list[torch.Tensor] = []
 
     @eager
-    def part(self, device: torch.device, coordinate: int) -> None:
-        """Draw for a part from here on: give ``device``'s default generator a state of this ``coordinate``'s own."""
+    def part(self, device: torch.device, *coordinates: int) -> None:
+        """Draw for a part from here on: give ``device``'s default generator a state of the part's own; each part of a
+        tensor in parts has one.
+        """
         if self._shared is None:
             self._device, generator = device, _generator(device)
-            if runtime.on_host(device):
-                drawn = int(torch.randint(_MASK, (), generator=generator))
-            else:
-                # Reading a number drawn on the device would wait for it; seed and offset are known on the host.
-                offset = generator.get_offset()
-                drawn = mix(generator.initial_seed(), offset)
-                generator.set_offset(offset + 4)
+            (drawn,) = draw_seeds(device, 1)
             self._shared = generator.get_state()
-            generator.manual_seed(mix(drawn, coordinate + 1))
+            if coordinates[1:]:
+                self._states = [generator.manual_seed(mix(drawn, part + 1)).get_state() for part in coordinates]
+                AROUND_DRAWS.set(self._of_part)
+            generator.manual_seed(mix(drawn, coordinates[0] + 1))
+
+    @contextmanager
+    def _of_part(self, number: int) -> Iterator[None]:
+        generator = _generator(self._device)
+        generator.set_state(self._states[number])
+        yield
+        self._states[number] = generator.get_state()
 
     @eager
     def join(self) -> None:
@@ -96,6 +122,9 @@ class SplitState:
         if self._shared is not None:
             _generator(self._device).set_state(self._shared)
             self._shared = None
+            if self._states:
+                self._states.clear()
+                AROUND_DRAWS.set(None)
 
 
 @final
@@ -118,17 +147,20 @@ class LossState:
             set_states(device, self._begun.pop(number) if last else self._begun[number])
 
     @eager
-    def call(self, device: torch.device, stage: int, *, draws: bool, run: Callable[[], R]) -> R:
-        """Run the forward of ``stage``, which draws its own random numbers; all stages' state goes on by one draw."""
+    def call(self, device: torch.device, stage: int | None, *, draws: bool, run: Callable[[], R]) -> R:
+        """Run the forward of ``stage``, which draws its own random numbers; all stages' state goes on by one draw.
+
+        None: the forward leaves the state as every stage's does.
+        """
         before, split = states(device), SplitState()
         try:
-            if draws:
+            if draws and stage is not None:
                 split.part(device, stage)
             result = run()
         finally:
             split.join()
             self._after = states(device)
-        if not draws and not _equal(before, self._after):
+        if not draws and stage is not None and not _equal(before, self._after):
             raise MeshparError(
                 "the forward draws random numbers, and the model has no dropout module that does; set "
                 "ModelLayout(dropout=True), with which each stage of pp draws its own"
