@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -13,7 +14,7 @@ from typing import Any, final
 from meshpar.checkpoints.steps.inspecting import first_difference
 from meshpar.checkpoints.steps.lease import is_written
 from meshpar.checkpoints.steps.steps import CHECKPOINTS
-from meshpar.core.errors import LaunchError
+from meshpar.core.errors import LaunchError, RecipeError
 from meshpar.launchers.agent.failures import error_file, recorded
 from meshpar.launchers.jobs.job import RECIPE
 from meshpar.launchers.recipes.yamlfile import read_document
@@ -45,7 +46,9 @@ class RunRecords:
         for record in _records(folder / METRICS):
             for name, value in record.items():
                 values.setdefault(name, {})[int(record["step"])] = value
-        recipe = read_document(folder / RECIPE).data if (folder / RECIPE).is_file() else {}
+        recipe: Mapping[str, Any] = {}
+        with suppress(RecipeError):  # of a script, or damaged
+            recipe = read_document(folder / RECIPE).data
         return cls(folder=folder, values=values, recipe=dict(_fields(recipe)))
 
     def last(self, name: str) -> float | None:
@@ -112,9 +115,11 @@ def compare_runs(one: Path, other: Path, *, tolerance: float = 0.0, deep: bool =
     keys = dict.fromkeys((*runs[0].recipe, *runs[1].recipe))
     settings = {key: [run.recipe.get(key) for run in runs] for key in keys if key != "output"}
     changed = [f"recipe: {key}: {was} and {now}" for key, (was, now) in settings.items() if was != now]
+    shown = {*names, "step", *_MEASURED}
+    changed += [f"only in {run.folder}: {name}" for run in runs for name in run.values if name not in shown]
     lines += ["", *changed] if changed else []
     for name in _CURVES:
-        lines += _curves(name, {run.folder.name: run.values[name] for run in runs if name in run.values})
+        lines += _curves(name, {str(run.folder): run.values[name] for run in runs if name in run.values})
     lines += ["", _first_step(pairs, tolerance)]
     return "\n".join([*lines, *([first_difference(one, other)] if deep else [])])
 

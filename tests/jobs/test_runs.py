@@ -92,6 +92,10 @@ def test_the_first_step_that_differs_and_by_how_much(folder: Path) -> None:
     assert "same within 0.001 in 4 steps" in run("compare", "runs/a", "runs/b", "--tolerance", "1e-3")
     write_run(folder / "runs/nan", *losses(3.0, None))
     assert "differs is 2, the same up to step 1: train/loss 2.0 and None" in run("compare", "runs/a", "runs/nan")
+    write_run(folder / "more/a", {"step": 1, "train/loss": 3.0, "val/loss": 2.0}, {"step": 2, "train/loss": 2.0})
+    (folder / "more/a/recipe.yaml").write_text("{")
+    compared = run("compare", "runs/a", "more/a")
+    assert "only in more/a: val/loss\n" in compared and "\n  runs/a  █" in compared and "\n  more/a  █" in compared
     write_run(folder / "runs/later", {"step": 9, "train/loss": 1.0})
     assert "no step has a record in both runs" in run("compare", "runs/a", "runs/later")
 
