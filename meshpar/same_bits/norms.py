@@ -44,11 +44,13 @@ def joint_norms(
     sizes = [math.prod(_blocks(parameter)) for parameter in named.values()]
     # Each sum is one rank's alone, and the others add zeros: the order of these additions does not matter.
     every = torch.zeros(sum(sizes), dtype=wide, device=device)
-    for parameter, sums in zip(named.values(), every.split(sizes), strict=True):
-        cut = sharded_axes(parameter)
-        copies = [group for axis, group in groups.items() if axis not in (*apart, *cut)]
-        counts = not parameter.is_meta and all(group.rank() == 0 for group in copies)
-        if counts and parameter.grad is not None:
+    for number, (parameter, sums) in enumerate(zip(named.values(), every.split(sizes), strict=True)):
+        index, copies, cut = 0, 1, sharded_axes(parameter)
+        for axis, group in groups.items():
+            if axis not in (*apart, *cut):
+                index, copies = index * group.size() + group.rank(), copies * group.size()
+        # ranks with copies divide the parameters
+        if number % copies == index and parameter.grad is not None:
             own_sums, (begin, end), (first, last) = _sums(parameter, norm_type, wide)
             sums.view(_blocks(parameter))[begin:end, first:last] = own_sums
     for group in groups.values():

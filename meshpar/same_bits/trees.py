@@ -43,11 +43,13 @@ def sum_over_(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
         ranks = group.size()
         if ranks == 1:
             continue
-        flat = functional.pad(values.reshape(-1), (0, -values.numel() % ranks))
+        rest = -values.numel() % ranks
+        flat = functional.pad(values.reshape(-1), (0, rest)) if rest else values.reshape(-1)
         received = torch.empty_like(flat)
         dist.all_to_all_single(received, flat, group=group)
         all_gather(flat, tree_sum(received.view(ranks, -1)), group=group)
-        values.copy_(flat[: values.numel()].view_as(values))
+        if rest or not values.is_contiguous():
+            values.copy_(flat[: values.numel()].view_as(values))
     return values
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from meshpar import (
     ActivationCheckpoint,
     Compile,
+    Float8,
     FullyShard,
     HybridShard,
     ModelLayout,
@@ -269,6 +270,12 @@ def test_compiled_blocks_have_the_bits_of_compiled_blocks(plan, one_process):
     mesh, passes = PLANS[plan]
     compiled = Compile(backend="aot_eager")
     assert_same_bits(mesh, [compiled, *passes], one_process("", (compiled,)), {})
+
+
+@pytest.mark.parametrize("recipe", daily(["tensorwise", "rowwise"], "tensorwise"))
+def test_float8_scales_a_micro_batch_alike_on_every_mesh(recipe, one_process):
+    float8 = Float8(recipe=recipe, emulate=True)
+    assert_same_bits("dp_shard=2", [float8, FullyShard()], one_process("", (float8,)), {})
 
 
 def test_a_loop_over_accumulate_has_the_bits_of_backward(one_process):
