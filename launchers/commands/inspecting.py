@@ -146,7 +146,7 @@ def _search_plans(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | 
         )
     model = build.build_shape(recipe)
     with show_parts("steps simulated") as advance:
-        batch = build.batch_of(build.deal(recipe, plan.resolve(ranks)))
+        batch = build.batch_of(recipe, plan, ranks)
         layout, replicas = registry.layout_for(model), elastic is not None
         ranking = search_plans(model, layout, batch, profile, ranks, plan=plan, progress=advance, elastic=replicas)
     if not ranking.best:

@@ -255,9 +255,9 @@ def _data_ranks(mesh: MeshSpec) -> int:
     return math.prod(mesh.axes.get(axis, 1) for axis in ("dp_replicate", "dp_shard"))
 
 
-def batch_of(recipe: Recipe) -> Batch:
-    """Return what a data rank trains on in a step, with samples of full length."""
-    data = recipe.data
+def batch_of(recipe: Recipe, plan: Plan, ranks: int) -> Batch:
+    """Return what a data rank of ``plan`` on so many ranks trains on in a step, with samples of full length."""
+    data = (deal(recipe, plan.resolve(ranks)) if recipe.same_bits else recipe).data
     return Batch(
         sequence=datasets.sequence_of(recipe),
         micro_batch=data.micro_batch,
@@ -283,7 +283,7 @@ def forecast_job(
     return forecast(
         plan or plan_of(recipe),
         model,
-        batch_of(deal(recipe, (plan or plan_of(recipe)).resolve(ranks))),
+        batch_of(recipe, plan or plan_of(recipe), ranks),
         hardware=hardware,
         world_size=ranks,
         layout=layout,

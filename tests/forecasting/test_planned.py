@@ -91,7 +91,7 @@ def real_step(case, folder, expected):
         )
     objective = build.objective_of(recipe, teacher)
     optimizer = build_adamw(par.module, AdamWSettings(fused=True))
-    batch = batch_of(recipe)
+    batch = batch_of(recipe, build.plan_of(recipe), dist.get_world_size())
     batches = [
         {name: tensor.zero_() for name, tensor in batch.tensors(par.device).items()} for _ in range(batch.accumulate)
     ]
