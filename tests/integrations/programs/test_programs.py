@@ -153,6 +153,7 @@ def plain(assets, tmp_path_factory):
     def look_up(name, processes, resume):
         if (name, processes, resume) not in known:
             folder = tmp_path_factory.getbasetemp() / f"{name}-{processes}"
+            folder.mkdir(exist_ok=True)
             known[name, processes, resume] = launched(name, None, processes, assets, folder, resume)
         return known[name, processes, resume]
 
