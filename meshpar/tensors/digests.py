@@ -96,7 +96,7 @@ def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = (
     if id(values) in around:
         return
     values_inside: Iterable[Any]
-    if isinstance(values, TensorInParts):
+    if objects and isinstance(values, TensorInParts):
         yield from values.parts
         return
     if isinstance(values, Tensor | str | nn.Module | type):

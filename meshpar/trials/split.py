@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar._torch.calls import uncompiled
-from meshpar._torch.in_parts import TensorInParts
+from meshpar._torch.in_parts import TensorInParts, parts_of
 from meshpar._torch.tensors import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
 from meshpar.core.passes import Facts
@@ -136,6 +136,7 @@ class SplitTest:
         """Remember which trained outputs are a rank's part and no DTensor. Every rank of the axis calls it."""
         self._returned.clear()
         for number, leaf in enumerate(leaves(output)):
+            leaf = parts_of(leaf)[0]
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.requires_grad and leaf.numel():
                 x = leaf.detach().reshape(-1)[:_LOOKED_AT].double()
                 mark = x @ torch.arange(len(x), device=x.device, dtype=x.dtype).cos()
@@ -299,6 +300,7 @@ class SplitTest:
         if len(expected) != len(outputs):
             return {f"it returns {len(outputs)} tensors instead of {len(expected)}": 1.0}
         dims = [_split_dim(have, want) for have, want in zip(outputs, expected)]
+        outputs = [_join_own(have, dim) for have, dim in zip(outputs, dims)]
         for number, (have, want, dim) in enumerate(zip(outputs, expected, dims)):
             local = have.to_local() if isinstance(have, DTensor) else have
             whole = local if dim is None else join_chunks(local.detach(), dim, want.shape[dim], context.group)
@@ -390,7 +392,9 @@ def _off_by(returned: list[Tensor] | None, outputs: list[Tensor]) -> float:
     """Return how far a copy's outputs are from what the block itself returned, of which the copy got some samples."""
     if returned is None or len(returned) != len(outputs):
         return 0.0
-    pairs = [(local_tensor(want), local_tensor(have)) for want, have in zip(returned, outputs)]
+    pairs = [
+        (local_tensor(parts_of(want)[0]), local_tensor(parts_of(have)[0])) for want, have in zip(returned, outputs)
+    ]
     return max((engine.measure(want[: len(have)], have) for want, have in pairs if want.ndim > 1), default=0.0)
 
 
@@ -401,6 +405,11 @@ def _split_dim(have: Tensor, want: Tensor) -> int | None:
         return placement.dim if isinstance(placement, Shard) else None
     differing = [dim for dim, (part, length) in enumerate(zip(have.shape, want.shape)) if part != length]
     return differing[0] if len(differing) == 1 and have.ndim == want.ndim else None
+
+
+def _join_own(have: Tensor, dim: int | None) -> Tensor:
+    """Return the parts of this rank joined along the dim in which they are parts of the whole."""
+    return torch.cat(have.parts, dim) if isinstance(have, TensorInParts) and dim is not None else parts_of(have)[0]
 
 
 def _part_for(like: Tensor, part: Tensor) -> Tensor:

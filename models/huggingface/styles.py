@@ -73,11 +73,8 @@ class LatentKeys(Style):
 
     sums_gradients = True
 
-    def length_in_parts(self, module: nn.Module) -> int:
-        return 0
-
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        inner, group, width = module.forward, context.features, self.rotary[name]
+        inner, group, width = module.forward, context.group, self.rotary[name]
 
         def forward(x: Tensor) -> Tensor:
             y = inner(x)

@@ -18,6 +18,9 @@ MODELS = {
     "hf-llama": functools.partial(huggingface, "Llama", attention_bias=True),
     "hf-gemma2": functools.partial(huggingface, "Gemma2", attn_implementation="eager"),
     "hf-gpt2": huggingface_gpt2,
+    "hf-experts": functools.partial(
+        huggingface, "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
 }
 OPTIONS = {"plain": {}, "both": {"sequence_parallel": True, "loss_parallel": True}}
 
@@ -43,7 +46,7 @@ def train(model, tp, *, parts=4, steps=2, **options):
 
 
 CASES = [(model, "plain") for model in MODELS] + [(model, "both") for model in ("transformer", "gpt2", "hf-llama")]
-BY_DAY = [("transformer", "both"), ("hf-gemma2", "plain")]
+BY_DAY = [("transformer", "both"), ("hf-experts", "plain"), ("hf-gemma2", "plain")]
 
 
 @pytest.mark.parametrize(("model", "options"), daily(CASES, *BY_DAY))

@@ -236,10 +236,11 @@ def _sum_over_ranks(x: Tensor, group: Any) -> Tensor:
     if isinstance(group, SimulatedGroup):
         return sum_by_tree(group.exchange(x.detach()))
     if size == 2 or x.nbytes <= _WHOLE:
-        return sum_by_tree(_all_gather(x.reshape(1, -1), 0, group).unbind()).view(x.shape)
+        return sum_by_tree(_all_gather(x[None], 0, group).unbind())
     share = -(-x.numel() // size)
     part = _sum_shares(F.pad(x.reshape(-1), (0, share * size - x.numel())), group)
-    return _all_gather(part, 0, group)[: x.numel()].view(x.shape)
+    # a copy, for what writes in place: autograd refuses to write a view that a function returned
+    return _all_gather(part, 0, group)[: x.numel()].view(x.shape).clone()
 
 
 def _sum_shares(stacked: Tensor, group: Any) -> Tensor:

@@ -18,7 +18,7 @@ from meshpar.core.passes import Checking, Facts, Installed, Pass, Role, Stage, f
 from meshpar.core.patterns import covers, find_modules, matches, suggestion
 from meshpar.passes.data.whole_parameters import keep_whole, see_whole, whole_styles
 from meshpar.passes.tensor.context import Arrivals, Context, Style
-from meshpar.passes.tensor.parts import CopiedHeads, Parts
+from meshpar.passes.tensor.parts import CopiedHeads, Experts, Parts
 from meshpar.passes.tensor.random import SplitState, draws_random
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, parse
 from meshpar.passes.tensor.styles import Sequence as SequenceStyle
@@ -146,17 +146,18 @@ class TensorParallel(Pass):
                 "the model has dropout between split layers, whose masks follow the parts of the sequence that ranks "
                 "have; set dropout to 0, or use TensorParallel(sequence_parallel=False)"
             )
-        for name, child, style in self._table(module, layout).styled:
+        table = self._table(module, layout)
+        for name, child, style in table.styled:
             length = style.length_in_parts(child)
             if length is None:
                 yield (
                     f"{name} has the style {type(style).__name__}, which does not compute in equal parts; leave it "
-                    f"whole: {whole_styles([name])}, or drop parts= from TensorParallel"
+                    f"whole: {whole_styles(_split_together(table, name))}, or drop parts= from TensorParallel"
                 )
             elif length % parts:
                 yield (
                     f"{name} splits {length} rows or features, which parts={parts} does not divide; leave it whole: "
-                    f"{whole_styles([name])}"
+                    f"{whole_styles(_split_together(table, name))}"
                 )
 
     def _every_problem(self, module: nn.Module, layout: ModelLayout, size: int) -> Iterator[str]:
@@ -301,6 +302,8 @@ class TensorParallel(Pass):
             except ValueError as error:
                 table.problems.append(f"{pattern!r}: {error}")
             else:
+                if self.parts is not None and isinstance(style, Experts) and style.otherwise is not None:
+                    style = table.modules[pattern] = style.otherwise
                 table.styled.extend((name, child, style) for name, child in find_modules(module, pattern))
         return table
 
