@@ -26,6 +26,7 @@ PLANS = {
     "FSDP, 4 ranks": {"dp_shard": 4},
     "HSDP, 2 x 2": {"dp_replicate": 2, "dp_shard": 2},
     "FSDP x TP, 2 x 2": {"dp_shard": 2, "tp": 2},
+    "DDP, 2 ranks": {"dp_replicate": 2},
 }
 LENGTH, MICRO_BATCH, VOCABULARY, LR, CLIP, LOG_EVERY = 128, 4, 8192, 3e-4, 1.0, 10
 BATCHES = 400
@@ -249,13 +250,13 @@ def by_hand(session: Session) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     dist.init_process_group("gloo")
-    model = meta_model(session)
-    shard(
-        model, session.plan, init_device_mesh("cpu", tuple(session.plan.values()), mesh_dim_names=tuple(session.plan))
-    )
+    model, sharded = meta_model(session), "dp_shard" in session.plan
+    if sharded:
+        mesh = init_device_mesh("cpu", tuple(session.plan.values()), mesh_dim_names=tuple(session.plan))
+        shard(model, session.plan, mesh)
     model.to_empty(device="cpu")
     load(model, session.folder)
-    loop(session, model, optimizer_of(model))
+    loop(session, model if sharded else nn.parallel.DistributedDataParallel(model), optimizer_of(model))
 
 
 def with_meshpar(session: Session) -> None:
@@ -298,7 +299,10 @@ def _applied(session: Session, guards: Any = "always") -> Any:
     from meshpar.models.huggingface import from_config
 
     passes: list[Any] = [meshpar.TensorParallel()] if "tp" in session.plan else []
-    passes.append(meshpar.HybridShard() if "dp_replicate" in session.plan else meshpar.FullyShard())
+    replicates, shards = "dp_replicate" in session.plan, "dp_shard" in session.plan
+    passes.append(
+        meshpar.HybridShard() if replicates and shards else meshpar.FullyShard() if shards else meshpar.Replicate()
+    )
     mesh, weights = ",".join(f"{axis}={size}" for axis, size in session.plan.items()), session.folder / "weights"
     par = meshpar.Plan(mesh, passes, guards=guards).apply(from_config(str(weights)))
     par.materialize(weights=Safetensors(weights))

@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.support.patience import patient
 
-RANKS_OF = {"FSDP, 2 ranks": 2, "FSDP, 4 ranks": 4, "HSDP, 2 x 2": 4, "FSDP x TP, 2 x 2": 4}
+RANKS_OF = {"FSDP, 2 ranks": 2, "FSDP, 4 ranks": 4, "HSDP, 2 x 2": 4, "FSDP x TP, 2 x 2": 4, "DDP, 2 ranks": 2}
 HAND, AGAIN = "torch by hand", "torch by hand, once more"
 PEERS = (
     HAND, AGAIN, "meshpar", "meshpar, loop by hand", "meshpar, loop by hand, guards off", "accelerate",
