@@ -291,7 +291,8 @@ class Accelerator(DataRankAccelerator):
         """
         _refuse_options("load_state", options)
         counts: dict[str, Any] = {}
-        state, rank, saved = self.state, dist.get_rank(), list(self._saved())
+        state: Any = self.state
+        rank, saved = dist.get_rank(), list(self._saved())
 
         def restore(_: object, folder: str) -> None:
             for name, par, optimizers in saved:
