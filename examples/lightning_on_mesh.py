@@ -48,10 +48,16 @@ def main(mesh: str, resume: str | None) -> None:
     axes = meshpar.MeshSpec(mesh).axes
     batch = GLOBAL_BATCH // (axes.get("dp_shard", 1) * axes.get("dp_replicate", 1))  # of each data rank
     trainer = Trainer(
-        accelerator="cpu", devices=meshpar.MeshSpec(mesh).size, strategy=MeshparStrategy(plan), gradient_clip_val=1.0,
-        max_epochs=1 if resume is None else 2, default_root_dir="runs/lightning", logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=meshpar.MeshSpec(mesh).size,
+        strategy=MeshparStrategy(plan),
+        gradient_clip_val=1.0,
+        max_epochs=1 if resume is None else 2,
+        default_root_dir="runs/lightning",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Language(), DataLoader(TensorDataset(rows), batch), ckpt_path=resume)
     if trainer.is_global_zero and trainer.checkpoint_callback is not None:
         print("saved", Path(trainer.checkpoint_callback.best_model_path).name)
