@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from meshpar.core.errors import LaunchError
+from meshpar.core.errors import LaunchError, MeshparError
 from meshpar.process.leftovers import write_durably
 
 _REQUEST, _ANSWERS = "stacks.request", "rank-*.stacks.json"
@@ -104,11 +104,25 @@ def show_stacks(run: Path, wait_s: float, *, all_threads: bool = False) -> str:
     return "\n\n".join(f"{title}{text}" for title, text in zip(titles, texts))
 
 
+def _answers(logs: Path) -> Iterator[dict[str, Any]]:
+    """Yield what ranks have written; a file that is gone, damaged or a link is none of theirs."""
+    from meshpar.checkpoints.storage.disk import ReadFile  # loads torch, which a script's rank may do without
+    from meshpar.checkpoints.storage.files import read_json
+
+    for file in logs.glob(_ANSWERS):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MeshparError):
+            read = read_json(ReadFile(file, links=False))
+            groups = {str(group): (int(number), str(what)) for group, (number, what) in read["groups"].items()}
+            stacks = {str(thread): str(stack) for thread, stack in read.get("stacks", {}).items()}
+            texts = {name: str(read[name]) for name in ("host", "request", "step")}
+            yield {"rank": int(read["rank"]), "pid": int(read["pid"]), "groups": groups, "stacks": stacks, **texts}
+
+
 def _ask(logs: Path, wait_s: float, *, all_threads: bool) -> str:
     request, deadline = secrets.token_hex(8), time.monotonic() + wait_s
     write_durably(logs / _REQUEST, request)
     while True:
-        ranks = sorted((json.loads(_read(file) or "{}") for file in logs.glob(_ANSWERS)), key=lambda rank: rank["rank"])
+        ranks = sorted(_answers(logs), key=lambda rank: rank["rank"])
         silent = [rank for rank in ranks if rank["request"] != request]
         if not silent or time.monotonic() > deadline:
             break

@@ -61,7 +61,8 @@ class RunRecords:
 
     def state(self) -> str:
         """Return whether the run's process lives, has made all steps, or how it ended."""
-        steps, epochs = (self.recipe.get(f"training.{name}") or math.inf for name in ("steps", "epochs"))
+        limits = [self.recipe.get(f"training.{name}") for name in ("steps", "epochs")]
+        steps, epochs = (count if isinstance(count, int | float) and count else math.inf for count in limits)
         if is_written(self.folder / CHECKPOINTS, patient=False):
             return "running"
         if self.step >= steps or (self.last("epoch") or 0) >= epochs:
@@ -186,7 +187,15 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
             int(record["step"])
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             continue
-        yield {name: value for name, value in record.items() if value is None or isinstance(value, int | float)}
+        yield {
+            name: _finite(value) for name, value in record.items() if value is None or isinstance(value, int | float)
+        }
+
+
+def _finite(value: float | None) -> float | None:
+    with suppress(OverflowError):  # of a whole number that no float holds
+        return value if value is not None and math.isfinite(value) else None
+    return None
 
 
 def _fields(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -199,7 +208,9 @@ def _fields(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
 
 
 def _clock(seconds: float | None) -> str:
-    return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    with suppress(ValueError, OverflowError, OSError):  # of a time that no calendar has
+        return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
+    return "-"
 
 
 def _number(value: float | None) -> str:

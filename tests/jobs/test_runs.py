@@ -112,6 +112,15 @@ def test_what_is_no_run_or_no_record_is_told_or_left_out(folder: Path) -> None:
     assert "have saved no step in common; expected two runs with" in refused("compare", "runs/a", "runs/a", "--deep")
 
 
+def test_numbers_that_no_run_writes_are_told_as_none(folder: Path) -> None:
+    strange = [json.dumps({"step": step, "train/loss": 1.0, "val/loss": 10**400, "time": 1e300}) for step in (1, 2)]
+    lines = [*strange, '{"step": 3, "train/loss": NaN, "val/loss": Infinity, "time": NaN}']
+    for name in ("a", "b"):
+        write_run(folder / "runs" / name, recipe="training: {steps: many, epochs: [1]}\n", more="\n".join(lines))
+    assert run("runs").splitlines()[1].split() == ["a", "-", "3/many", "1", "-", "-", "stopped"]
+    assert "no step differs" in run("compare", "runs/a", "runs/b")
+
+
 def test_runs_that_live_stopped_failed_or_wait_in_a_queue(folder: Path) -> None:
     def state(name: str) -> str:
         (line,) = [line for line in run("runs").splitlines() if line.startswith(f"{name} ")]

@@ -97,6 +97,16 @@ def test_a_script_that_hangs_in_a_collective_is_told_with_the_rank_that_does_not
         assert process.poll() is None
 
 
+def test_files_that_are_no_answers_are_left_out(tmp_path: Path) -> None:
+    logs = tmp_path / "logs/direct"
+    with answer_requests(logs, 0):
+        for number, text in enumerate(("", "[]", "{", '{"rank": "x"}', '{"rank": 5, "groups": 1}'), 1):
+            (logs / f"rank-{number}.stacks.json").write_text(text)
+        (logs / "rank-6.stacks.json").symlink_to(logs / "rank-0.stacks.json")
+        shown = stacks(tmp_path)
+        assert "rank 0 on " in shown and shown.count(" on ") == 1
+
+
 def test_a_run_that_has_ended_is_refused_and_leaves_no_folder(tmp_path: Path) -> None:
     with answer_requests(tmp_path / "logs/direct", 0):
         assert "test_stacks.py" in stacks(tmp_path, "--threads"), "in one process, too"
