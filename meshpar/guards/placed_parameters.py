@@ -44,7 +44,8 @@ class PlacedParameters(Guard):
         self._check()
 
     def after_forward(self, output: object) -> None:
-        if not self._in_stages:  # whose next micro-batch, or the optimizer's step, looks soon enough
+        # in training on stages the next micro-batch, or the optimizer's step, looks soon enough
+        if not (self._in_stages and torch.is_grad_enabled()):
             self._check()
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:

@@ -1,7 +1,7 @@
 """The stream of a live job's weights has the names, order and bytes of its export."""
 
 import json
-import math
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -227,15 +227,16 @@ def test_a_stream_takes_a_bucket_and_the_largest_tensor() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)))
     par = meshpar.Plan("dp_shard=2", [FSDP]).apply(model)
     stream = par.published(bucket="8MiB")
-    least = math.inf
-    for _ in range(4):  # the first one opens connections, and what other threads hold a moment longer only adds
+    taken = list[int]()
+    for _ in range(4):  # the first one opens connections
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")
         before = status_bytes("VmRSS")
         for _name, tensor in stream:
             del tensor  # or the loop holds it while the next one is made
-        least = min(least, status_bytes("VmHWM") - before)
-    assert least <= (8 + 4 + 1) << 20, f"{least / 1e6:.1f} MB"
+        taken.append(status_bytes("VmHWM") - before)
+    middle = statistics.median(taken[1:])  # what another thread holds a moment longer adds to one of them
+    assert middle <= (8 + 4 + 1) << 20, taken
 
 
 @on_ranks(2)

@@ -28,6 +28,7 @@ from meshpar.checkpoints import CheckpointManager, export_module
 from meshpar.testing import Memory, on_ranks, token_loss_sum, token_steps
 from meshpar.testing.memory import allocated, storages
 from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.patience import patient
 from tests.testing.test_parity import MODELS, PLANS, ranks_of
 
 DIM = 512
@@ -95,7 +96,7 @@ def trained():
 
 def collect(gone):
     """Collect garbage until ``gone`` is; a thread that has ended a collective may hold its tensors a moment longer."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     gc.collect()
     while any(ref() is not None for ref in gone) and time.monotonic() < deadline:
         time.sleep(0.05)
