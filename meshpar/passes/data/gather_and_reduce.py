@@ -76,7 +76,7 @@ def exchange_directly(module: nn.Module, device_type: str, *, by_tree: bool) -> 
         unit.set_custom_reduce_scatter(scatter)
 
 
-def sum_by_tree(module: nn.Module, replicas: dist.ProcessGroup | None) -> None:
+def reduce_by_tree(module: nn.Module, replicas: dist.ProcessGroup | None) -> None:
     """Let the units of a module sum gradients, not average them, over ``replicas`` in the order of a tree."""
     ranks: Any = None if replicas is None else dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for unit in units_with_parameters(module):

@@ -29,7 +29,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
 from meshpar.core.passes import Facts, Installed, Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, suggestion
-from meshpar.passes.data.gather_and_reduce import ReplicaShards, exchange_directly, sum_by_tree
+from meshpar.passes.data.gather_and_reduce import ReplicaShards, exchange_directly, reduce_by_tree
 from meshpar.passes.data.whole_parameters import WholeParameters, kept_whole
 from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.pipeline.running import Layers
@@ -227,7 +227,7 @@ class _Sharding(Precision):
         self._prefetch(units, by_order=layers is None)
         slices = [ReplicaShards(module, mesh, meshes, *axes, by_tree=by_tree)] if splits_replicas else []
         if by_tree:
-            sum_by_tree(module, mesh.get_group(axes[0]) if len(axes) > 1 and not splits_replicas else None)
+            reduce_by_tree(module, mesh.get_group(axes[0]) if len(axes) > 1 and not splits_replicas else None)
         goes_on = None if layers is None else partial(getattr, layers, "goes_on")
         gathering = Gathering(keep is False, slices[0] if slices else None, goes_on)
         return Installed(moments=installed.moments, facts=[*installed.facts, *slices, gathering])
@@ -460,5 +460,5 @@ class Replicate(Precision, Pass):
         for unit, policy, _ in self.units(module, layout):
             replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy, ignored_params=ignored)
         if facts.find(SameBits) is not None:
-            sum_by_tree(module, mesh.get_group("dp_replicate"))
+            reduce_by_tree(module, mesh.get_group("dp_replicate"))
         return installed
