@@ -65,22 +65,29 @@ def test_ranks_of_a_recipe_answer_also_where_one_is_stopped(tmp_path: Path) -> N
         metrics = run / "metrics.jsonl"
         until(lambda: process.poll() is not None or (metrics.exists() and "\n" in metrics.read_text()), 200)
         assert process.poll() is None
+        until(lambda: "in _train_step" in stacks(run, "--wait", str(patient(20))), 60)
         shown = stacks(run, "--wait", str(patient(20)))
         for rank in (0, 1):
             assert f"rank {rank} on " in shown
         assert "step not known" not in shown and "last collective of each group: " in shown
-        assert "  MainThread:\n" in shown and "in _train_step" in shown and "meshpar-watchdog" not in shown
+        assert "  MainThread:\n" in shown and "meshpar-watchdog" not in shown
         assert "meshpar-watchdog" in stacks(run, "--wait", str(patient(20)), "--threads")
 
         stopped = ranks_of(process.pid)[1]
         os.kill(stopped, signal.SIGSTOP)
-        shown = stacks(run, "--wait", "5")
-        assert f"rank 1 on {os.uname().nodename} (process {stopped}) does not answer within 5 s: it is stopped" in shown
+        wait = round(patient(5))
+        shown = stacks(run, "--wait", str(wait))
+        silent = f"rank 1 on {os.uname().nodename} (process {stopped}) does not answer within {wait} s: it is stopped"
+        assert silent in shown
         assert "ranks 0:\n  MainThread:\n" in shown
         os.kill(stopped, signal.SIGCONT)
-        os.kill(stopped, signal.SIGUSR2)
         (log,) = run.glob("logs/*/rank-1.log")
-        until(lambda: "in _train_step" in log.read_text(), 60)
+
+        def wrote_its_stacks_in_a_step() -> bool:
+            os.kill(stopped, signal.SIGUSR2)
+            return "in _train_step" in log.read_text()
+
+        until(wrote_its_stacks_in_a_step, 60, every=0.5)
         assert process.poll() is None, "it trains on"
 
 
