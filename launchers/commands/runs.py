@@ -78,16 +78,16 @@ class RunRecords:
 def list_runs(root: Path) -> str:
     """Return a table of the runs in ``root``, or of the run ``root``: the one with the last record comes last."""
     depths = ("", "*/", "*/*/", "*/*/*/")  # not all of it: checkpoints have many files
-    launches = {job.folder.parents[1]: (name, target, job) for name, target, job in find_launches(root)}  # the newest
-    states, notes = ask_states(list(launches.values()))
+    launches = find_launches(root)
+    newest = {folder.parents[1]: folder for folder in launches}
+    states, notes = ask_states({folder: launches[folder] for folder in newest.values()})
     folders = {path.parent.absolute() for depth in depths for path in root.glob(f"{depth}{METRICS}")}
-    runs = [RunRecords.read(folder) for folder in sorted(folders | launches.keys())]
+    runs = [RunRecords.read(folder) for folder in sorted(folders | newest.keys())]
     if not runs:
         raise LaunchError(f"no runs in {root}; expected {root}/NAME/{METRICS}, which `meshpar train` writes")
     rows = []
     for run in sorted(runs, key=lambda run: run.last("time") or math.inf):
-        target, _, job = launches.get(run.folder, ("", None, None))
-        engine = states[job.folder][1] if job is not None else ""
+        target, _, engine = states[newest[run.folder]] if run.folder in newest else ("", "", "")
         steps, name = run.recipe.get("training.steps"), str(run.folder.relative_to(root.absolute()))
         name = root.absolute().name if name == "." else name
         numbers = (_number(run.last(metric)) for metric in ("train/loss", "val/loss", "tokens_per_second"))

@@ -153,6 +153,22 @@ def test_runs_that_live_stopped_failed_or_wait_in_a_queue(folder: Path) -> None:
     assert state("queued") in ("no record", "slurm: ?")
 
 
+def test_a_damaged_launch_is_named_in_its_row_and_the_others_are_shown(folder: Path) -> None:
+    write_run(folder / "runs/a", *losses(3.0))
+    note = json.dumps({"target": "skypilot", "options": [], "file": "job.yaml", "label": "b"})
+    for name, text in (("b", note), ("c", "{")):
+        launch = folder / "runs" / name / "launches/001"
+        launch.mkdir(parents=True)
+        (launch / "launch.json").write_text(text)
+    rows = {line.split()[0]: line for line in run("runs").splitlines()}
+    assert rows["c"].endswith("?: launch.json is damaged") and {"a", "b"} < rows.keys()
+    assert "note: cannot read runs/c/launches/001/launch.json" in run("runs")
+    rows = {line.split()[0]: line.split() for line in run("jobs", "ls").splitlines()}
+    assert rows["runs/c/launches/001"][1:] == ["?", "-", "launch.json", "is", "damaged"]
+    assert rows["runs/b/launches/001"][1] == "skypilot"
+    assert "cannot read runs/c/launches/001/launch.json" in refused("jobs", "status", "runs/c")
+
+
 def make_logs(run_folder: Path) -> Path:
     logs = run_folder / "logs/start"
     logs.mkdir(parents=True)
