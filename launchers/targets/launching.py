@@ -280,9 +280,7 @@ def find_launches(root: Path) -> dict[Path, ReadLaunch | LaunchError]:
     return launches
 
 
-def ask_states(
-    launches: Mapping[Path, ReadLaunch | LaunchError],
-) -> tuple[dict[Path, tuple[str, str, str]], list[str]]:
+def ask_states(launches: Mapping[Path, ReadLaunch | LaunchError]) -> tuple[dict[Path, tuple[str, str, str]], list[str]]:
     """Return target, number and state of each launch's job by its folder, and why one is not known."""
     damaged = {folder: launch for folder, launch in launches.items() if isinstance(launch, LaunchError)}
     states = dict.fromkeys(damaged, ("?", "", f"{LAUNCH} is damaged"))
