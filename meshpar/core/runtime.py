@@ -77,7 +77,7 @@ def device(device_type: str | None = None) -> torch.device:
 
 def on_host(device: torch.device | str) -> bool:
     """Return whether a device computes in host memory, without copies and pinning, by the host's generator."""
-    return torch.device(device).type in ("cpu", "meta")
+    return (torch.device(device) if isinstance(device, str) else device).type in ("cpu", "meta")
 
 
 def queues(device: torch.device | str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn, final
 
 import torch
@@ -23,8 +24,9 @@ from meshpar.step.moment import Forward, Guard, Guarded
 from meshpar.step.outside_gradients import LeftGradients
 from meshpar.tensors.placements import local_tensor, sharded_axes
 
-Versions = Sequence[tuple[Tensor, int]]
+Versions = tuple[Sequence[Tensor], list[int]]
 """Parameters, and numbers that change when somebody writes them, other than by ``.data``."""
+_VERSION, _HOOKS = attrgetter("_version"), attrgetter("_post_accumulate_grad_hooks")
 
 
 @final
@@ -47,12 +49,12 @@ class Backwards(Guard):
         self._records: weakref.WeakKeyDictionary[Forward, _SeenForward] = weakref.WeakKeyDictionary()
         self._begun: set[_SeenForward] = set()
         # of parameters, since the last forward or the beginning of the backward that runs
-        self._versions: Versions = ()
+        self._versions: Versions = (), []
 
     def wants_gradients(self, forward: Forward) -> None:
         parameters = self._units.shards() if self._units.modules else self._placed.parameters
         with without_functions():
-            self._versions = [(tensor, tensor._version) for tensor in parameters]
+            self._versions = parameters, list(map(_VERSION, parameters))
         self._records[forward] = _SeenForward(self._steps, self._errors, self._versions)
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
@@ -96,9 +98,8 @@ class Backwards(Guard):
             raise MeshparError(
                 f"{name} was written in a backward, by a hook; write after it, outside of the module's calls"
             )
-        versions, self._versions = self._versions, ()
-        hooked = [parameter for parameter, _ in versions if parameter._post_accumulate_grad_hooks]
-        if not hooked:
+        versions, self._versions = self._versions, ((), [])
+        if not any(map(_HOOKS, versions[0])):
             self._refuse_written(versions)
 
     def _refuse_written(self, versions: Versions) -> None:
@@ -134,7 +135,9 @@ class Backwards(Guard):
 
 
 def _written_since(versions: Versions) -> Tensor | None:
-    return next((tensor for tensor, version in versions if tensor._version != version), None)
+    parameters, before = versions
+    now = list(map(_VERSION, parameters))
+    return None if now == before else next(p for p, one, other in zip(parameters, now, before) if one != other)
 
 
 @final

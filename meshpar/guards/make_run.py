@@ -98,10 +98,11 @@ def _check_calls(run: Run) -> None:
             "TensorParallel(sequence_parallel=False)"
         )
         run.calls.only_inside(parts, why)
-    elif resolved.divided(Role.LAYERS):
+    elif (layers := run.find(Layers)) is not None:
         stand_ins = {name: part for name, part in module.named_modules() if getattr(part, "stands_in", False)}
         called = {name: part for name, part in {**parts, **stand_ins}.items() if not any(map(is_idle, part.modules()))}
-        run.calls.only_inside(called, f"this rank has some of the layers; {enter}")
+        why = f"this rank has some of the layers; {enter}"
+        layers.edges.outside = run.calls.only_inside(called, why, entered=layers.edges.portion.rules)
     elif resolved.data_pass is not None:
         why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
         run.calls.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)

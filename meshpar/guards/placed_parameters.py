@@ -37,15 +37,16 @@ class PlacedParameters(Guard):
 
     def __init__(self, guarded: Guarded) -> None:
         self._module, self._units = guarded.module, guarded.units
-        self._in_stages = guarded.facts.find(Layers) is not None
+        self._layers = guarded.facts.find(Layers)
         self.record()
 
+    # In training on stages, the first micro-batch and the optimizer's step look soon enough.
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._check()
+        if self._layers is None or not self._layers.goes_on or not torch.is_grad_enabled():
+            self._check()
 
     def after_forward(self, output: object) -> None:
-        # in training on stages the next micro-batch, or the optimizer's step, looks soon enough
-        if not (self._in_stages and torch.is_grad_enabled()):
+        if self._layers is None or not torch.is_grad_enabled():
             self._check()
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:

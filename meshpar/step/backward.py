@@ -37,7 +37,7 @@ class Backward:
     ) -> None:
         self._units, self._at, self._hands_on = units, listeners.at, hands_on
         self._same_axes, self._by_tree = frozenset(same_axes), by_tree
-        self._tables = [child._parameters for child in module.modules()]
+        self._tables = [child._parameters for child in module.modules() if child._parameters]
         self._runs = self._reached_output = False
         self.reducing = True
         self.entrances = Entrances(self._enter)

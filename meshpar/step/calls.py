@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -141,17 +141,25 @@ class Calls:
                 self._explained.add(part)
                 set_forward(part, functools.partial(call, part.forward))
 
-    def only_inside(self, parts: Mapping[str, nn.Module], why: str) -> None:
-        """Refuse calls of parts of the module from outside of it; ``why`` ends the message."""
+    def only_inside(
+        self, parts: Mapping[str, nn.Module], why: str, *, entered: Collection[str] = ()
+    ) -> Callable[[nn.Module], None]:
+        """Refuse calls of parts of the module from outside of it; ``why`` ends the message.
 
-        def check(name: str, block: nn.Module, args: object) -> None:
-            if not self.depth and not in_backward():
-                raise MeshparError(f"{name} ({type(block).__name__}) is called from outside of the module, where {why}")
+        Calls of parts that are ``entered`` by a door of their own are refused where it calls what is returned.
+        """
+        names = {part: name for name, part in parts.items()}
 
-        for name, part in parts.items():
-            if part not in self._guarded:
-                part.register_forward_pre_hook(eager(functools.partial(check, name)), prepend=True)
-        self._guarded.update(parts.values())
+        def check(part: nn.Module, args: object = ()) -> None:
+            if not self.depth and part in names and not in_backward():
+                what = f"{names[part]} ({type(part).__name__})"
+                raise MeshparError(f"{what} is called from outside of the module, where {why}")
+
+        for part, name in names.items():
+            if part not in self._guarded and name not in entered:
+                part.register_forward_pre_hook(eager(check), prepend=True)
+        self._guarded.update(names)
+        return check
 
     @contextmanager
     def inside(self) -> Iterator[None]:

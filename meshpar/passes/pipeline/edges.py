@@ -44,6 +44,8 @@ class Edges:
         self.turn, self.calls, self.runs, self.reverses, self.behind = Turn(), 0, False, False, False
         # called where the user's code goes on: a loss begins, a step has ended
         self.hands_back: Callable[[], object] = bool
+        # called where a block is, and no call of the module runs in a step
+        self.outside: Callable[[nn.Module], object] = bool
         # digests of what ``loss`` has given the module in this step, for each chunk, on the device
         self.inputs: list[list[Tensor | int]] = [[] for _ in portion.chunks]
         self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
@@ -71,10 +73,10 @@ class Edges:
         self.hands_back()
         try:
             value = function(self.portion.module, batch)
-            self._state.end(device)
+            self._state.end(device, with_call=False)
             return value
         except StageEndsError:
-            self._state.end(device)
+            self._state.end(device, with_call=True)
             if any(value._version != version for value, version in zip(turn.left, self._versions, strict=True)):
                 raise MeshparError(_WRITES) from None
             return None
@@ -200,6 +202,8 @@ class Edges:
         self, child: nn.Module, rule: Rule, inner: Callable[..., Any], ran: list[bool], *args: Any, **kwargs: Any
     ) -> Any:
         """Run a module's call ``inner`` by its rule; ``ran`` is filled when hooks of a module around blocks run."""
+        if not self.runs or not self.calls or self.behind:
+            self.outside(child)
         if not self.runs:
             return inner(*args, **kwargs)
         if rule.number is not None:

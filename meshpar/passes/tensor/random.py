@@ -168,9 +168,11 @@ class LossState:
         return result
 
     @eager
-    def end(self, device: torch.device) -> None:
-        """End the loss of a micro-batch; refuse draws after the module's call, which other stages do not make."""
-        if self._after is not None and not _equal(self._after, states(device)):
+    def end(self, device: torch.device, *, with_call: bool) -> None:
+        """End the loss of a micro-batch, ``with_call``: by the module's call; refuse draws that come after it, which
+        other stages do not make.
+        """
+        if not with_call and self._after is not None and not _equal(self._after, states(device)):
             raise MeshparError(
                 "loss draws random numbers after it has called the module, on the last stage of pp alone; draw them "
                 "before the call"
