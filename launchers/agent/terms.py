@@ -1,4 +1,4 @@
-"""What a launcher and its ranks agree on: variables, which launchers read here alone, tasks, exit codes and waits."""
+"""Terms of a launcher and its ranks: variables, which launchers read here alone, tasks, exit codes and waits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OTHERS_S = 1.0
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """What the ranks of this node do in one start of a job. The launcher writes it, and each rank reads it."""
+    """The task of this node's ranks in one start of a job. The launcher writes it, and each rank reads it."""
 
     logs: Path
     scratch: Path

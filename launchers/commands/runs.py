@@ -34,7 +34,7 @@ _BLOCKS, _WIDTH, _LONGEST = "▁▂▃▄▅▆▇█", 64, 60
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecords:
-    """What a run's folder says: its values by metric and step, the fields of its recipe, and the last record's time."""
+    """The records of a run's folder: its values by metric and step, and the fields of its recipe."""
 
     folder: Path
     values: Mapping[str, Mapping[int, float | None]]

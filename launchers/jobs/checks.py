@@ -1,4 +1,4 @@
-"""What is wrong with a job before a rank starts: checks of its facts, which read the beginning of each file of data."""
+"""Checks of a job's facts before a rank starts, which read the beginning of each file of data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _TRIED = 1 << 20  # characters on which a BPE is tried, in about a second
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """What the checks of a job look at; ``vocab_size`` 1 fits every model."""
+    """The facts that the checks of a job read; ``vocab_size`` 1 fits every model."""
 
     recipe: Recipe
     ranks: int

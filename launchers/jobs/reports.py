@@ -1,4 +1,4 @@
-"""What a job tells: its reporters, the summary at its start, and the comparison with its forecast."""
+"""Reports of a job: its reporters, the summary at its start, and the comparison with its forecast."""
 
 from __future__ import annotations
 

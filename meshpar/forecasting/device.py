@@ -116,7 +116,7 @@ class _Generator:
 
 
 class _SimulatedGPU(DeviceModule):
-    """What becomes ``torch.simgpu``."""
+    """The module ``torch.simgpu``."""
 
     Stream = Stream
     Event = StreamEvent

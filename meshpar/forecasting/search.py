@@ -37,7 +37,7 @@ LONG = 16384  # tokens of a sample from which the search also splits sequences o
 
 
 class _Family(NamedTuple):
-    """What plans share whose traces follow from one another: fields of :class:`Settings`."""
+    """Fields of :class:`Settings` that plans share if their traces follow from one another."""
 
     tp: int
     recompute: str
@@ -137,7 +137,7 @@ def _keep(plan: Plan | None, world_size: int, *, elastic: bool) -> tuple[int, Se
 @final
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """What a search is asked: ``world_size`` without the fixed axes, and the settings that every candidate keeps."""
+    """The question of a search: ``world_size`` without the fixed axes, and the settings that every candidate keeps."""
 
     model: nn.Module
     layout: ModelLayout

@@ -40,7 +40,7 @@ from meshpar.tensors.placements import buckets, local_tensor, summed_in
 
 ALLOCATOR_ROUNDING = 512  # bytes to which torch's CUDA allocator rounds every request
 ONE_BY_ONE = "forecast its plans one by one"
-"""What helps where a few blocks do not represent a model: a forecast then simulates all of them."""
+"""The remedy where a few blocks do not represent a model: a forecast then simulates all of them."""
 PROCESS = "meshpar-forecast"
 """The name of a simulation's process, from before it imports the script that asked for the forecast."""
 _LOOK_S = 0.5

@@ -66,7 +66,7 @@ class _Accumulation:
 
 
 class _OnMesh:
-    """What both strategies do: apply plans; reduce, gather and sample by data ranks; save and load shards."""
+    """Parts of both strategies: apply plans; reduce, gather and sample by data ranks; save and load shards."""
 
     root_device: torch.device
     is_global_zero: bool
@@ -355,12 +355,12 @@ class MeshparStrategy(_OnMesh, DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether checkpoints are loaded when the plans are applied."""
+        """Checkpoints are loaded when the plans are applied."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether optimizers get whole state; shards are restored with the module."""
+        """Optimizers get whole state, unless shards of it were restored with the module."""
         return not self._restored
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -452,7 +452,7 @@ class MeshparFabricStrategy(_OnMesh, FabricDDPStrategy):
 
     @property
     def parallelized(self) -> Mapping[nn.Module, Parallelized]:
-        """What ``plan.apply`` returned, by model."""
+        """The result of ``plan.apply``, by model."""
         return self._placed
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:

@@ -23,7 +23,7 @@ from meshpar.core.errors import MeshparError
 IGNORE_INDEX = -100
 
 Form = tuple[bool, torch.dtype, list[tuple[str, tuple[int, ...], torch.dtype]]]
-"""Whether values come with losses, the dtype of these, and the names, shapes and dtypes of the values."""
+"""A flag that values come with losses, the dtype of these, and the names, shapes and dtypes of the values."""
 Found = Tensor | tuple[Tensor, Mapping[str, Tensor]]
 """A loss, or a loss and values to report beside it."""
 

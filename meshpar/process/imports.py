@@ -1,4 +1,4 @@
-"""What a machine may lack, packages of an extra or a home folder; and imports on first use, quiet and quick ones."""
+"""Packages of an extra and home folders, which may be missing, and imports on first use, quiet and quick ones."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Run:
 
     @property
     def moments(self) -> Sequence[Moment]:
-        """What happens around the module's calls, backwards and steps, in order."""
+        """The moments around the module's calls, backwards and steps, in order."""
         return self._listeners.moments
 
     @moments.setter

@@ -37,7 +37,7 @@ class HandsOn:
 
 
 class Moment:
-    """What happens around a step of one parallel module: inherit this class and override the moments that matter.
+    """Act around a step of one parallel module: inherit this class and override the moments that matter.
 
     Moments come in the order of the plan's passes, then of the guards; after a forward in the opposite one.
     """

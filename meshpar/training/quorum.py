@@ -1,4 +1,4 @@
-"""What a replica does next, decided from a quorum and the replica's own state alone."""
+"""The next action of a replica, decided from a quorum and the replica's own state alone."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ReplicaPhase(Enum):
 
 
 class ReplicaAction(Enum):
-    """What a replica does next: ``SUM`` adds up again, ``FOLLOW`` gives the step up and begins the next one with this
+    """The next action of a replica: ``SUM`` adds up again, ``FOLLOW`` gives the step up and begins the next with this
     quorum, ``LEAVE`` with another, ``END_AHEAD`` ends because the others have resumed from an earlier step.
     """
 

@@ -1,4 +1,4 @@
-"""What replicas exchange: gradients, which they add up, and the state, which they copy and compare."""
+"""Exchanges of replicas: they add up gradients, and copy and compare the state."""
 
 from __future__ import annotations
 

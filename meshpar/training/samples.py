@@ -26,10 +26,10 @@ _MULTIPLE = 8
 
 
 Documents = Literal["separate", "joined"]
-"""Whether the documents of a packed sample see each other."""
+"""How the documents of a packed sample attend to each other: not at all, or as one text."""
 
 Packing = Literal["cut", "best_fit"]
-"""Whether documents are cut where a sample ends, or put where they fit whole."""
+"""How documents fill samples: cut where a sample ends, or put where they fit whole."""
 
 
 @final

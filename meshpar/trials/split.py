@@ -52,7 +52,7 @@ _Outcome = tuple[list[Tensor], list[Tensor], dict[str, Tensor]]
 @final
 @dataclass(slots=True)
 class _Inputs:
-    """What a block's first call got, or why it was not kept; its dropout masks; outputs that copies reproduce."""
+    """The inputs of a block's first call, or why they were not kept; its dropout masks; outputs to reproduce."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What transformers' models need, read from the models themselves, without importing transformers."""
+"""Layouts of transformers' models, read from the models themselves, without importing transformers."""
 
 from meshpar.models.huggingface.adapter import check_attention, for_training, foreign_attention, from_config, layout_for
 
