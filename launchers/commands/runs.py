@@ -78,20 +78,26 @@ class RunRecords:
 def list_runs(root: Path) -> str:
     """Return a table of the runs in ``root``, or of the run ``root``: the one with the last record comes last."""
     depths = ("", "*/", "*/*/", "*/*/*/")  # not all of it: checkpoints have many files
-    launches = find_launches(root)
-    newest = {folder.parents[1]: folder for folder in launches}
-    states, notes = ask_states({folder: launches[folder] for folder in newest.values()})
+    damaged = dict[Path, LaunchError]()
+    # of each run the newest
+    launches = {job.folder.parents[1]: (name, target, job) for name, target, job in find_launches(root, damaged)}
+    states, notes = ask_states(list(launches.values()))
+    notes += [f"note: {error}" for error in damaged.values()]
+    unread = {folder.parents[1]: folder.name for folder in damaged}
     folders = {path.parent.absolute() for depth in depths for path in root.glob(f"{depth}{METRICS}")}
-    runs = [RunRecords.read(folder) for folder in sorted(folders | newest.keys())]
+    runs = [RunRecords.read(folder) for folder in sorted(folders | launches.keys() | unread.keys())]
     if not runs:
         raise LaunchError(f"no runs in {root}; expected {root}/NAME/{METRICS}, which `meshpar train` writes")
     rows = []
     for run in sorted(runs, key=lambda run: run.last("time") or math.inf):
-        target, _, engine = states[newest[run.folder]] if run.folder in newest else ("", "", "")
+        target, _, job = launches.get(run.folder, ("", None, None))
+        engine = states[job.folder][1] if job is not None else ""
         steps, name = run.recipe.get("training.steps"), str(run.folder.relative_to(root.absolute()))
         name = root.absolute().name if name == "." else name
         numbers = (_number(run.last(metric)) for metric in ("train/loss", "val/loss", "tokens_per_second"))
         state = f"{target}: {engine}" if engine else run.state() if run.values else "no record"
+        if run.folder in unread and (job is None or job.folder.name < unread[run.folder]):
+            state = f"launch {unread[run.folder]} is damaged"
         rows.append((name, _clock(run.last("time")), f"{run.step}{f'/{steps}' if steps else ''}", *numbers, state))
     return "\n".join([*table(("RUN", "LAST RECORD (UTC)", "STEP", "LOSS", "VAL", "PER SECOND", "STATE"), rows), *notes])
 

@@ -250,51 +250,44 @@ def _write_files(plugin: Target, run: Path, fields: Mapping[str, Any]) -> tuple[
     raise AssertionError
 
 
-ReadLaunch = tuple[str, Target, Launched]
-"""The name of a launch's target, the target, and the job."""
-
-
 def list_jobs(root: Path) -> str:
     """Return a table of the launches of the runs in ``root``, or of the run ``root``."""
     launches = find_launches(root)
     if not launches:
         raise LaunchError(f"no launches in {root}; expected {root}/NAME/launches/001, which `meshpar launch` writes")
     states, notes = ask_states(launches)
-    rows = []
-    for folder, launch in launches.items():
-        target, number, state = states[folder]
-        state = state if isinstance(launch, LaunchError) else _state(state, launch[2])
-        rows.append((str(_short(folder)), target, number or "-", state))
+    rows = [
+        (str(_short(job.folder)), name, states[job.folder][0] or "-", _state(states[job.folder][1], job))
+        for name, _, job in launches
+    ]
     return "\n".join([*table(("LAUNCH", "TARGET", "JOB", "STATE"), rows), *notes])
 
 
-def find_launches(root: Path) -> dict[Path, ReadLaunch | LaunchError]:
-    """Return by folder the launches of the runs in ``root``, or of the run ``root``; the error of a damaged one."""
+def find_launches(root: Path, damaged: dict[Path, LaunchError] | None = None) -> list[tuple[str, Target, Launched]]:
+    """Return name of the target, target and job of each launch in ``root``; put errors by folder in ``damaged``."""
     depths = ("", "*/", "*/*/")  # not all of it: checkpoints have many files
-    launches: dict[Path, ReadLaunch | LaunchError] = {}
+    launches = []
     for file in sorted((path for depth in depths for path in root.glob(f"{depth}launches/*/{LAUNCH}")), key=_number):
         try:
-            launches[file.parent.absolute()] = _read(file)
+            launches.append(_read(file))
         except LaunchError as error:
-            launches[file.parent.absolute()] = error
+            if damaged is None:
+                raise
+            damaged[file.parent.absolute()] = error
     return launches
 
 
-def ask_states(launches: Mapping[Path, ReadLaunch | LaunchError]) -> tuple[dict[Path, tuple[str, str, str]], list[str]]:
-    """Return target, number and state of each launch's job by its folder, and why one is not known."""
-    damaged = {folder: launch for folder, launch in launches.items() if isinstance(launch, LaunchError)}
-    states = dict.fromkeys(damaged, ("?", "", f"{LAUNCH} is damaged"))
-    notes = [f"note: {error}" for error in damaged.values()]
-    readable = [launch for launch in launches.values() if not isinstance(launch, LaunchError)]
-    targets = {name: target for name, target, _ in reversed(readable)}
-    for name in targets:
-        jobs = [job for job_name, _, job in readable if job_name == name]
+def ask_states(launches: Sequence[tuple[str, Target, Launched]]) -> tuple[dict[Path, tuple[str, str]], list[str]]:
+    """Return the number and the state of each launch's job by its folder, and why an engine did not tell them."""
+    states, notes = dict[Path, tuple[str, str]](), list[str]()
+    targets = {name: target for name, target, _ in reversed(launches)}
+    for name in dict.fromkeys(name for name, _, _ in launches):
+        jobs = [job for job_name, _, job in launches if job_name == name]
         try:
-            answers = targets[name].states(jobs)
+            states.update(zip((job.folder for job in jobs), targets[name].states(jobs)))
         except LaunchError as error:
-            answers = [("", "?")] * len(jobs)
+            states.update((job.folder, ("", "?")) for job in jobs)
             notes.append(f"note: {error}")
-        states.update((job.folder, (name, *answer)) for job, answer in zip(jobs, answers))
     return states, notes
 
 
@@ -350,7 +343,7 @@ def _number(path: Path) -> tuple[Path, int, str]:
     return path.parents[1], len(path.parent.name), path.parent.name
 
 
-def _read(path: Path) -> ReadLaunch:
+def _read(path: Path) -> tuple[str, Target, Launched]:
     try:
         read = read_json(ReadFile(path, links=False))
         name, folder = read["target"], path.parent.absolute()
