@@ -1,4 +1,4 @@
-"""A tensor that several equal parts stand for, each computed by itself, and sums that follow one tree.
+"""A tensor that several equal parts stand for, each computed by itself.
 
 - ``TensorInParts``: torch has no public form of a tensor without memory of its own.
 """
@@ -156,13 +156,6 @@ def in_parts(parts: Sequence[Tensor]) -> Tensor:
 def parts_of(x: Tensor) -> tuple[Tensor, ...]:
     """Return the parts of a tensor, which is itself the only part of a plain one."""
     return x.parts if isinstance(x, TensorInParts) else (x,)
-
-
-def sum_by_tree(values: Sequence[Tensor]) -> Tensor:
-    """Return the sum of a power of two of tensors, neighbours first: ((0 1)(2 3))((4 5)(6 7))."""
-    while len(values) > 1:
-        values = [first + second for first, second in zip(values[::2], values[1::2], strict=True)]
-    return values[0].contiguous()
 
 
 def set_parts(mesh: DeviceMesh, parts: int) -> None:

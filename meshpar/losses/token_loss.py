@@ -16,9 +16,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
 from meshpar._torch.calls import assert_async
-from meshpar._torch.in_parts import parts_on, sum_by_tree
+from meshpar._torch.in_parts import parts_on
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
+from meshpar.same_bits.trees import sum_over, tree_sum
 
 IGNORE_INDEX = -100
 
@@ -248,10 +249,8 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         if parts:
             powers = [part_NV.contiguous().exp_() for part_NV in scores_NV.chunk(parts, -1)]
             scores_NV = torch.cat(powers, -1)
-            sums_2N = torch.stack([sum_by_tree([part_NV.sum(-1) for part_NV in powers]), picked_N])
-            gathered = [torch.empty_like(sums_2N) for _ in range(group.size())]
-            dist.all_gather(gathered, sums_2N, group)
-            sums_2N = sum_by_tree(gathered)
+            sums_2N = torch.stack([tree_sum([part_NV.sum(-1) for part_NV in powers]), picked_N])
+            sums_2N = sum_over(sums_2N, group)
         else:
             sums_2N = torch.stack([scores_NV.exp_().sum(-1), picked_N])
             dist.all_reduce(sums_2N, dist.ReduceOp.SUM, group)

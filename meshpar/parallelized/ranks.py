@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Protocol, TypeVar, cast
 
 import torch
@@ -22,7 +21,7 @@ from meshpar.passes.data.gather_and_reduce import ReplicaShards
 from meshpar.passes.positions.parallel import positions, selected, with_positions
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.collectives import gather_partial
-from meshpar.same_bits.trees import SameBits, sum_over_, tree_sum
+from meshpar.same_bits.trees import SameBits, sum_over, tree_sum
 from meshpar.step.calls import watch_compiled
 from meshpar.step.forward import Run
 
@@ -210,7 +209,7 @@ class ModuleOnMesh:
         Collective: every rank calls it.
         """
         if self.run.find(SameBits) is None:
-            return self.data_sum(functools.reduce(torch.add, parts))
+            return self.data_sum(reduce(torch.add, parts))
         self.run.agree("par.total")
         return tree_sum(self._sum_by_tree(torch.stack(list(parts)).to(self.device)))
 
@@ -226,15 +225,15 @@ class ModuleOnMesh:
         self.run.agree(place)
         reduced = values.to(self.device)
         if operation == dist.ReduceOp.SUM and self.run.find(SameBits) is not None:
-            self._sum_by_tree(reduced)
-            return values if reduced is values else values.copy_(reduced)
-        for axis in self.resolved.averaged:
-            dist.all_reduce(reduced, operation, self._held_on.get_group(axis))
+            reduced = self._sum_by_tree(reduced)
+        else:
+            for axis in self.resolved.averaged:
+                dist.all_reduce(reduced, operation, self._held_on.get_group(axis))
         return values if reduced is values else values.copy_(reduced)
 
     def _sum_by_tree(self, values: Tensor) -> Tensor:
-        """Sum ``values`` over samples in the order of the tree, in place."""
-        return sum_over_(values, map(self._held_on.get_group, reversed(self.resolved.averaged)))
+        """Return the sum of ``values`` over samples in the order of the tree."""
+        return reduce(sum_over, map(self._held_on.get_group, reversed(self.resolved.averaged)), values)
 
     def gather(self, values: Tensor, dim: int = 0, *, uneven: bool = False) -> Tensor:
         """Return the ``values`` of all data ranks joined along ``dim``, in the order of samples, with gradients.

@@ -8,7 +8,8 @@ A tree of i with i + n/2 would exchange once a step, and keep as many sums of wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -17,7 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from meshpar._torch.groups import all_gather
+from meshpar._torch.groups import collective_ops as ops
+
+_WHOLE = 1 << 16
+"""Bytes up to which each rank gathers all ranks' values: one exchange in the place of two."""
 
 
 @final
@@ -28,29 +32,57 @@ class SameBits:
     ranks: int
 
 
-def tree_sum(parts: Tensor) -> Tensor:
-    """Return the sum of ``parts`` along dim 0 in the order of the tree; overwrites them."""
-    while len(parts) > 1:
-        right = parts[1::2]
-        parts[: 2 * len(right) : 2] += right
-        parts = parts[0::2]
-    return parts[0]
+def tree_sum(parts: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
+    """Return the sum of several tensors in the order of the tree, in ``out`` where it is given."""
+    parts = list(parts)
+    while len(parts) > 2:
+        last = parts[len(parts) // 2 * 2 :]
+        parts = [first + second for first, second in zip(parts[::2], parts[1::2])] + last
+    if len(parts) == 2:
+        return torch.add(parts[0], parts[1], out=out)
+    return parts[0].contiguous() if out is None else out.copy_(parts[0])
 
 
-def sum_over_(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
-    """Add up ``values`` of the ranks of each group, the innermost axis first, in place. Collective."""
+def sum_over(values: Tensor, group: dist.ProcessGroup, *, in_place: bool = False) -> Tensor:
+    """Return the sum of the ranks' ``values``, in their memory, contiguous, if ``in_place``. Collective."""
+    size, out = group.size(), values if in_place else None
+    if size == 1:
+        return values
+    values = values.contiguous()
+    if size == 2:
+        lengths = [0, values.numel()] if group.rank() == 0 else [values.numel(), 0]
+        other = ops.all_to_all_single(values.view(-1), lengths, lengths, group.group_name)
+        return tree_sum([values, ops.wait_tensor(other).view_as(values)], out)
+    if values.nbytes <= _WHOLE:
+        every = ops.all_gather_into_tensor(values.view(-1), size, group.group_name)
+        return tree_sum(ops.wait_tensor(every).view(size, *values.shape), out)
+    rest = -values.numel() % size
+    flat = functional.pad(values.view(-1), (0, rest)) if rest else values.view(-1)
+    result = torch.empty_like(values) if out is None else out
+    every = flat if rest else result.view(-1)
+    ops.wait_tensor(ops.all_gather_into_tensor_out(sum_share(flat, group), size, group.group_name, out=every))
+    return result.copy_(every[: values.numel()].view_as(values)) if rest else result
+
+
+def average_(values: Tensor, groups: Sequence[dist.ProcessGroup], *, by_tree: bool) -> None:
+    """Average ``values`` over groups, the outermost first, in place; ``by_tree``: sum them, the loss was divided."""
+    if by_tree:
+        for group in reversed(groups):
+            sum_over(values, group, in_place=True)
+        return
     for group in groups:
-        ranks = group.size()
-        if ranks == 1:
-            continue
-        rest = -values.numel() % ranks
-        flat = functional.pad(values.reshape(-1), (0, rest)) if rest else values.reshape(-1)
-        received = torch.empty_like(flat)
-        dist.all_to_all_single(received, flat, group=group)
-        all_gather(flat, tree_sum(received.view(ranks, -1)), group=group)
-        if rest or not values.is_contiguous():
-            values.copy_(flat[: values.numel()].view_as(values))
-    return values
+        dist.all_reduce(values, group=group)
+    values /= math.prod(group.size() for group in groups)
+
+
+def sum_share(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's share along dim 0 of the sum of the ranks' ``stacked``. Collective."""
+    size = group.size()
+    if size == 1:
+        return stacked
+    rows = [len(stacked) // size] * size
+    received = ops.wait_tensor(ops.all_to_all_single(stacked.contiguous(), rows, rows, group.group_name))
+    return tree_sum(received.chunk(size))
 
 
 def fold(values: Tensor) -> Tensor:

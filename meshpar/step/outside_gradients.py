@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast, final
 
@@ -17,7 +16,7 @@ from meshpar._torch.tensors import held_part
 from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.exchange.ranks import Ranks
-from meshpar.same_bits.trees import sum_over_
+from meshpar.same_bits.trees import average_
 from meshpar.step.moment import Moment
 from meshpar.tensors.placements import held_by_this_rank, local_tensor, whole_tensor
 
@@ -67,12 +66,7 @@ class _Outside(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         ctx.reached()
         total = grads[0].contiguous().clone()
-        if ctx.by_tree:
-            sum_over_(total, reversed(ctx.groups))
-        else:
-            for group in ctx.groups:
-                dist.all_reduce(total, group=group)
-            total /= math.prod(group.size() for group in ctx.groups)
+        average_(total, ctx.groups, by_tree=ctx.by_tree)
         grad = torch.empty_like(ctx.like)  # on the host where the parameter is
         local_tensor(grad).copy_(total[held_by_this_rank(ctx.like)] if ctx.whole else total)
         return grad, None, None, None, None

@@ -29,7 +29,7 @@ from meshpar._torch.fsdp import (
 from meshpar._torch.groups import all_gather, collective_ops, reduce_scatter, share_timeout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.same_bits.trees import sum_over_, tree_sum
+from meshpar.same_bits.trees import sum_over, tree_sum
 
 _SWAPPED = 8 << 20
 """Bytes up to which a swap is the quicker sum: 0.91 of gloo's time at 8 MiB, 1.53 at 32 (benchmarks/exchanges.py)."""
@@ -83,7 +83,7 @@ def reduce_by_tree(module: nn.Module, replicas: dist.ProcessGroup | None) -> Non
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         if replicas is not None:
-            reduce_replicas_by(unit, ranks, lambda sums: sum_over_(sums, [replicas]))
+            reduce_replicas_by(unit, ranks, lambda sums: sum_over(sums, replicas, in_place=True))
 
 
 def swaps(x: Tensor, group: dist.ProcessGroup) -> bool:
@@ -136,7 +136,7 @@ def scatter_sums(
     wait_all(dist.all_to_all_single(got, source, group=group, async_op=True) for got, source in zip(received, inputs))
     for output, got in zip(outputs, received):
         if by_tree:
-            output.copy_(tree_sum(got.view(group.size(), -1)))
+            tree_sum(got.view(group.size(), -1), out=output)
         else:
             torch.sum(got.view(group.size(), -1), 0, out=output)
         if op == dist.ReduceOp.AVG:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NoReturn, final
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +25,7 @@ from meshpar.core.mesh import sizes_text
 from meshpar.core.patterns import class_name, covers, is_called
 from meshpar.passes.tensor.collectives import _view, copy_weight, link
 from meshpar.passes.tensor.context import Context
-from meshpar.same_bits.trees import sum_over_
+from meshpar.same_bits.trees import average_
 from meshpar.step.calls import Product, installed, own_forward, record, set_forward
 from meshpar.step.moment import Moment
 from meshpar.tensors.placements import local_tensor
@@ -377,12 +375,7 @@ class WholeParameters(Moment):
             parameter.grad = torch.zeros_like(parameter)
         grads = [local_tensor(weight.grad) for weight in trained]
         flat = torch.cat([grad.reshape(-1).to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads])
-        if self._by_tree:
-            sum_over_(flat, map(self._mesh.get_group, reversed(self._axes)))
-        else:
-            for axis in self._axes:
-                dist.all_reduce(flat, group=self._mesh.get_group(axis))
-            flat /= math.prod(self._mesh[axis].size() for axis in self._axes)
+        average_(flat, [self._mesh.get_group(axis) for axis in self._axes], by_tree=self._by_tree)
         for grad, part in zip(grads, flat.split([gradient.numel() for gradient in grads])):
             grad.copy_(part.view_as(grad))
         return missing

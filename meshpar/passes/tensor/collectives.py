@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshpar._torch.groups import collective_ops as ops
-from meshpar._torch.in_parts import in_parts, parts_of, sum_by_tree
+from meshpar._torch.in_parts import in_parts, parts_of
 from meshpar.core import runtime
 from meshpar.passes.data.gather_and_reduce import swaps, to_the_other
+from meshpar.same_bits.trees import sum_over, sum_share, tree_sum
 
 _OfParts = Callable[..., Sequence[Tensor]]
-_WHOLE = 1 << 16
-"""Bytes up to which each rank gathers all ranks' values of a sum: one exchange in the place of two."""
 _ALIGNMENT = 64
 """Bytes to which torch aligns the memory of a tensor on a CPU, and more elsewhere."""
 
@@ -228,34 +227,15 @@ def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> 
     return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), received, sent, group.group_name))
 
 
-def _sum_over_ranks(x: Tensor, group: Any) -> Tensor:
-    """Return the sum of the ranks' ``x`` by the tree, the same on all; a large one is summed a share a rank."""
-    size = group.size()
-    if size == 1:
-        return x
-    if isinstance(group, SimulatedGroup):
-        return sum_by_tree(group.exchange(x.detach()))
-    if size == 2 or x.nbytes <= _WHOLE:
-        return sum_by_tree(_all_gather(x[None], 0, group).unbind())
-    share = -(-x.numel() // size)
-    part = _sum_shares(F.pad(x.reshape(-1), (0, share * size - x.numel())), group)
-    # a copy, for what writes in place: autograd refuses to write a view that a function returned
-    return _all_gather(part, 0, group)[: x.numel()].view(x.shape).clone()
-
-
-def _sum_shares(stacked: Tensor, group: Any) -> Tensor:
-    """Return this rank's share along dim 0 of the sum by the tree of the ranks' ``stacked``."""
-    size = group.size()
-    rows = [len(stacked) // size] * size
-    return sum_by_tree(_all_to_all(stacked, rows, rows, group).chunk(size)) if size > 1 else stacked
-
-
 def _copies(xs: Sequence[Tensor], group: PartsGroup) -> list[Tensor]:
     return [xs[0].view_as(xs[0]) for _ in group.numbers]
 
 
 def _total(xs: Sequence[Tensor], group: PartsGroup) -> list[Tensor]:
-    return [_sum_over_ranks(sum_by_tree(xs), group.group)]
+    total, ranks = tree_sum(xs), group.group
+    if isinstance(ranks, SimulatedGroup):
+        return [tree_sum(ranks.exchange(total.detach()))]
+    return [sum_over(total, ranks)]
 
 
 def _total_in_float32(xs: Sequence[Tensor], group: PartsGroup) -> list[Tensor]:
@@ -268,8 +248,11 @@ def _gathered_copies(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[
 
 
 def _scattered_total(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[Tensor]:
-    total = sum_by_tree(xs)
-    return [_sum_shares(torch.cat(total.chunk(group.group.size(), dim)) if dim else total, group.group)]
+    ranks = group.group
+    if isinstance(ranks, SimulatedGroup):
+        return [_total(xs, group)[0].chunk(ranks.size(), dim)[ranks.rank()].contiguous()]
+    total = tree_sum(xs)
+    return [sum_share(torch.cat(total.chunk(ranks.size(), dim)) if dim else total, ranks)]
 
 
 def _cut(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[Tensor]:
