@@ -244,14 +244,18 @@ def _unknown(style: str) -> Refused:
 def _with_own(module: nn.Module, owner: str, plan: Mapping[str, str]) -> Any:
     """Return the style of a module that computes with parameters of its own."""
     style, dims, added = plan.get(owner), {}, []
-    for name, parameter in module.named_parameters(recurse=False):
-        how = plan.get(f"{owner}.{name}")
+    own = {name: (parameter, plan.get(f"{owner}.{name}")) for name, parameter in module.named_parameters(recurse=False)}
+    # Inkling's plan calls gate and up, which stand one after the other, a single projection.
+    halves = vars(module).get("is_concatenated", False) and {
+        2 * parameter.shape[-1] for parameter, how in own.values() if how == "rowwise" and parameter.ndim == 3
+    }
+    for name, (parameter, how) in own.items():
         bias = name.endswith("bias") and parameter.ndim < 3
         if how == "rowwise" and bias:
             added.append(name)
         elif how in ("colwise", "packed_colwise"):
             dim = -1 if bias or parameter.ndim == 1 else parameter.ndim - 2
-            dims[name] = (dim, 2 if how == "packed_colwise" else 1)
+            dims[name] = (dim, 2 if how == "packed_colwise" or halves == {parameter.shape[dim]} else 1)
         elif how in ("rowwise", "packed_rowwise"):
             dims[name] = (-1, 2 if how == "packed_rowwise" else 1)
         elif how not in (None, "replicate"):

@@ -29,6 +29,10 @@ DECODER = {
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MIXTRAL = DECODER | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+INKLING = DECODER | {
+    "model_type": "inkling_text", "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}  # fmt: skip
 LAYER = "model.layers.*"
 LLAMA_TABLE = {
     "model": FullPositions(), "model.embed_tokens": "vocab", f"{LAYER}.input_layernorm": "sequence",
@@ -108,6 +112,14 @@ def test_experts_are_spread_whole_or_split_inside() -> None:
     assert f"{LAYER}.mlp" not in layout.tensor.styles
     assert layout.tensor.styles[f"{LAYER}.self_attn"] == "region"
     assert "sequence" not in layout.tensor.styles.values()
+
+
+def test_gate_and_up_of_experts_are_two_projections_whatever_the_plan_calls_them() -> None:
+    if INKLING["model_type"] not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+        pytest.skip("this release of transformers has no Inkling")
+    inside = Parts(dims={"gate_up_proj": (1, 2), "down_proj": (-1, 1)}, sums=True)
+    layout = layout_of(from_config(INKLING))
+    assert layout.tensor.styles[f"{LAYER}.mlp.experts"] == Experts(otherwise=inside)
 
 
 def test_a_sum_over_what_is_whole_is_refused() -> None:
