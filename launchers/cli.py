@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
-import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
 from meshpar import checkpoints as steps
-from meshpar.launchers.commands import Debug, Overrides, RecipeOrShape, Trust
+from meshpar.launchers.commands import Commands, Overrides, RecipeOrShape, Trust, printable
 from meshpar.launchers.commands import launch as launch_commands
 from meshpar.process.imports import quick_imports
 
-P = ParamSpec("P")
+app = Commands(name="meshpar", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-app = typer.Typer(name="meshpar", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-checkpoints = typer.Typer(no_args_is_help=True, help="List, verify, compare and prune checkpoints.")
+checkpoints = Commands(no_args_is_help=True, help="List, verify, compare and prune checkpoints.")
 
 RecipeArgument = Annotated[str, Argument(help="A YAML file, or the name of a recipe that comes with meshpar.")]
 WorldSize = Annotated[int | None, Option(help="Number of ranks; default: the size of the mesh.", min=1)]
@@ -53,38 +48,7 @@ def _main(
     """Train a model on any mesh of devices, resume it on another mesh, export it."""
 
 
-def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
-    """Print an error of meshpar as one message and exit with its code; otherwise exit with the command's result."""
-
-    @functools.wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        from meshpar.core.errors import MeshparError
-        from meshpar.launchers.agent.failures import exit_code
-        from meshpar.process.secrets import redact
-
-        try:
-            code = command(*args, **kwargs)
-        except MeshparError as error:
-            if kwargs.get("debug"):
-                traceback.print_exc()
-            else:
-                print(f"meshpar: {_printable(redact(str(error)))}", file=sys.stderr)
-            raise typer.Exit(exit_code(error)) from None
-        except KeyboardInterrupt:
-            print("meshpar: interrupted", file=sys.stderr)
-            raise typer.Exit(130) from None
-        raise typer.Exit(code or 0)
-
-    return run
-
-
-def _printable(text: str) -> str:
-    """Return text of a file or an error without what a terminal takes as a command."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-
-
 @app.command()
-@_reported
 def train(
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -95,7 +59,6 @@ def train(
     memory: Annotated[
         str | None, Option(help="Memory of a rank for --find-batch-size, required on CPUs: 4GiB.")
     ] = None,
-    debug: Debug = False,
 ) -> int:
     """Train a recipe.
 
@@ -112,7 +75,6 @@ def train(
 
 
 @app.command()
-@_reported
 def export(
     src: Annotated[Path, Argument(help="A run's folder, its checkpoints, or one step.")],
     dst: Annotated[Path, Argument(help="The folder to write.")],
@@ -137,7 +99,6 @@ def export(
     watch: Annotated[bool, Option("--watch", help="Export new steps to DST/step-N until their job ends.")] = False,
     every: Annotated[int | None, Option(help="With --watch: only steps that are multiples of this.", min=1)] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing file or folder.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Export a checkpoint for transformers and inference engines.
 
@@ -153,7 +114,6 @@ def export(
 
 
 @app.command()
-@_reported
 def describe(
     recipe: RecipeOrShape,
     overrides: Overrides = None,
@@ -161,7 +121,6 @@ def describe(
     world_size: WorldSize = None,
     elastic: Elastic = None,
     trust: Trust = False,
-    debug: Debug = False,
 ) -> None:
     """Print the parameters that each rank would store.
 
@@ -174,7 +133,6 @@ def describe(
 
 
 @app.command()
-@_reported
 def check(
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -182,7 +140,6 @@ def check(
     elastic: Elastic = None,
     keys: Annotated[bool, Option("--keys", callback=_keys, is_eager=True, help="Print all keys, and stop.")] = False,
     trust: Trust = False,
-    debug: Debug = False,
 ) -> None:
     """Check a recipe and list every problem, without running it.
 
@@ -195,12 +152,10 @@ def check(
 
 
 @app.command()
-@_reported
 def convert(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     out: Annotated[Path | None, Option(help="Write the recipe here; default: standard output.")] = None,
-    debug: Debug = False,
 ) -> None:
     """Write a recipe as it is resolved: with overrides, defaults and the passes that its mesh requires."""
     with quick_imports():
@@ -214,13 +169,11 @@ def convert(
 
 
 @app.command()
-@_reported
 def quickstart(
     overrides: Overrides = None,
     mesh: Annotated[str, Option(help="fsdp (dp_shard=2) or hsdp (dp_replicate=2,dp_shard=1).")] = "fsdp",
     out: Annotated[Path, Option(help="The run's folder.")] = Path("runs/quickstart"),
     minutes: Annotated[float, Option(help="Approximate duration on two CPU cores.")] = 3.0,
-    debug: Debug = False,
 ) -> int:
     """Train, resume, export and generate in about three minutes.
 
@@ -234,7 +187,6 @@ def quickstart(
 
 
 @app.command()
-@_reported
 def generate(
     model: Annotated[Path, Argument(help="A folder from `meshpar export`, or any folder that transformers loads.")],
     prompt: Annotated[str, Argument(help="The beginning of the text.")],
@@ -247,7 +199,6 @@ def generate(
     seed: Annotated[int | None, Option(help="Of the sampling; default: a different answer each time.")] = None,
     chat: Annotated[bool, Option("--chat", help="Use the tokenizer's chat template; print the answer alone.")] = False,
     engine: Annotated[str, Option(help="Engine: transformers, or vllm if it is installed.")] = "transformers",
-    debug: Debug = False,
 ) -> None:
     """Complete a text with an exported model."""
     from meshpar.launchers.commands.generating import Completer, Sampling, VllmCompleter
@@ -265,52 +216,45 @@ def generate(
 
 
 @app.command()
-@_reported
 def runs(
     root: Annotated[Path, Argument(help="Folder with the folders of runs, or a run's folder.")] = Path("runs"),
-    debug: Debug = False,
 ) -> None:
     """List runs: last record, steps, loss, rate, state."""
     with quick_imports():
         from meshpar.launchers.commands.runs import list_runs
 
-    print(_printable(list_runs(root)))
+    print(printable(list_runs(root)))
 
 
 @app.command()
-@_reported
 def compare(
     one: Annotated[Path, Argument(help="A run's folder.")],
     other: Annotated[Path, Argument(help="Another run's folder.")],
     tolerance: Annotated[float, Option(help="Largest relative difference of values that are the same.", min=0.0)] = 0.0,
     deep: Annotated[bool, Option("--deep", help="Also name the first tensor of checkpoints that differs.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Compare two runs: settings, values, curves, and the first step that differs."""
     with quick_imports():
         from meshpar.launchers.commands.runs import compare_runs
 
-    print(_printable(compare_runs(one, other, tolerance=tolerance, deep=deep)))
+    print(printable(compare_runs(one, other, tolerance=tolerance, deep=deep)))
 
 
 @app.command()
-@_reported
 def stacks(
     run: Annotated[Path, Argument(help="The folder of a run that trains now.")],
     wait: Annotated[float, Option(help="Seconds within which a rank must answer.", min=0.1)] = 10.0,
     threads: Annotated[bool, Option("--threads", help="Show all threads, not the main thread alone.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Print every rank's stack, step and last collectives, also while ranks wait in a collective."""
     with quick_imports():
         from meshpar.launchers.agent.stacks import show_stacks
 
-    print(_printable(show_stacks(run, wait, all_threads=threads)))
+    print(printable(show_stacks(run, wait, all_threads=threads)))
 
 
 @app.command()
-@_reported
-def plugins(debug: Debug = False) -> None:
+def plugins() -> None:
     """List installed plugins: passes, layouts, objectives, launchers."""
     from meshpar.launchers.commands.inspecting import list_plugins
 
@@ -318,7 +262,6 @@ def plugins(debug: Debug = False) -> None:
 
 
 @app.command()
-@_reported
 def plan(
     recipe: RecipeOrShape,
     overrides: Overrides = None,
@@ -331,7 +274,6 @@ def plan(
     html: Annotated[Path | None, Option(help="Write the report as one HTML file.")] = None,
     json_file: Annotated[Path | None, Option("--json", help="Write the forecast as JSON.")] = None,
     trust: Trust = False,
-    debug: Debug = False,
 ) -> None:
     """Forecast memory, collectives and step time of a recipe, without any accelerator."""
     with quick_imports():
@@ -341,18 +283,16 @@ def plan(
     forecast(recipe, overrides or [], hardware, nodes=nodes, gpus_per_node=gpus_per_node, elastic=elastic)
 
 
-data = typer.Typer(no_args_is_help=True, help="Show the data of a recipe.")
+data = Commands(no_args_is_help=True, help="Show the data of a recipe.")
 
 
 @data.command()
-@_reported
 def preview(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     samples: Annotated[int, Option(help="Number of samples.", min=1)] = 3,
     validation: Annotated[bool, Option("--validation", help="Show samples of the validation.")] = False,
     trust: Trust = False,
-    debug: Debug = False,
 ) -> None:
     """Print the first samples of the training as text, with the trained tokens between « and ».
 
@@ -362,11 +302,10 @@ def preview(
         from meshpar.launchers.commands.previewing import preview_data
 
     for text in preview_data(recipe, overrides or [], samples, validation=validation, trust=trust):
-        print(_printable(text))
+        print(printable(text))
 
 
 @app.command("import")
-@_reported
 def import_model(
     src: Annotated[Path, Argument(help="Folder with config.json and safetensors, or checkpoint-N of Trainer's FSDP.")],
     dst: Annotated[Path, Argument(help="The folder of checkpoints in which to write the step.")],
@@ -376,7 +315,6 @@ def import_model(
     dtype: Annotated[str | None, Option(help="Dtype of the weights: bfloat16, ...; default: unchanged.")] = None,
     step: Annotated[int, Option(help="The step's number.", min=0)] = 0,
     config: Annotated[Path | None, Option(help="The folder with the model's config.json, if SRC has none.")] = None,
-    debug: Debug = False,
 ) -> None:
     """Convert a published model to a checkpoint that any mesh restores."""
     from meshpar.launchers.commands.publishing import import_published
@@ -385,13 +323,11 @@ def import_model(
 
 
 @checkpoints.command()
-@_reported
 def ls(
     root: Root,
     best: Annotated[
         str | None, Option(help="Metric whose best step is marked; default: the recipe's, or val/loss.")
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """List the committed steps and unfinished folders."""
     from meshpar.launchers.recipes.yamlfile import read_document
@@ -403,54 +339,45 @@ def ls(
 
 
 @checkpoints.command()
-@_reported
-def show(step: Step, debug: Debug = False) -> None:
+def show(step: Step) -> None:
     """Print the origin of a step and a table of its tensors."""
     print(steps.show_step(step))
 
 
 @checkpoints.command()
-@_reported
-def verify(step: Step, debug: Debug = False) -> None:
+def verify(step: Step) -> None:
     """Verify every byte of a step against the saved checksums."""
     print(steps.verify_step(step))
 
 
 @checkpoints.command()
-@_reported
-def diff(one: Step, other: Step, debug: Debug = False) -> None:
+def diff(one: Step, other: Step) -> None:
     """Print the differences between two steps."""
     print(steps.diff_steps(one, other))
 
 
 @checkpoints.command()
-@_reported
 def prune(
     root: Root,
     keep: Annotated[int, Option(help="Number of newest steps to keep. Pinned steps are always kept.", min=1)],
     best: Annotated[str | None, Option(help="Metric whose lowest step is also kept; +name: highest.")] = None,
-    debug: Debug = False,
 ) -> None:
     """Delete old steps and the leftovers of dead processes."""
     print(steps.prune_steps(root, keep, best=best))
 
 
 @checkpoints.command()
-@_reported
-def pin(
-    step: Step, unpin: Annotated[bool, Option("--unpin", help="Remove the step's pin.")] = False, debug: Debug = False
-) -> None:
+def pin(step: Step, unpin: Annotated[bool, Option("--unpin", help="Remove the step's pin.")] = False) -> None:
     """Protect a step from being deleted by retention or prune."""
     print(steps.pin_step(step, pinned=not unpin))
 
 
 @checkpoints.command()
-@_reported
-def rm(step: Step, debug: Debug = False) -> None:
+def rm(step: Step) -> None:
     """Delete one step, unless it is pinned."""
     print(steps.remove_step(step))
 
 
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(data, name="data")
-launch_commands.register(app, _reported)
+launch_commands.register(app)

@@ -10,28 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from typer import Argument, Option
 from typer.core import TyperCommand
 
 from meshpar.core.errors import LaunchError
-from meshpar.launchers.commands import Debug, Reported
+from meshpar.launchers.commands import Commands
 from meshpar.process.imports import quick_imports
 
 _DOCTOR = "meshpar.launchers.doctor.examine"
 _PASS_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 
-def register(app: typer.Typer, reported: Reported) -> None:
-    """Add the commands to ``app``; ``reported`` converts a command's errors to a message and an exit code."""
-    app.command("run", context_settings=_PASS_ON)(reported(run))
-    app.command("launch", cls=_OfTarget)(reported(launch))
-    group = typer.Typer(no_args_is_help=True, help="List launched jobs, print their state and output, cancel them.")
+def register(app: Commands) -> None:
+    """Add the commands to ``app``."""
+    app.command(context_settings=_PASS_ON)(run)
+    app.command(cls=_OfTarget)(launch)
+    group = Commands(no_args_is_help=True, help="List launched jobs, print their state and output, cancel them.")
     for name, command in (("ls", jobs_ls), ("status", jobs_status), ("logs", jobs_logs), ("cancel", jobs_cancel)):
-        group.command(name)(reported(command))
+        group.command(name)(command)
     app.add_typer(group, name="jobs")
-    app.command("doctor")(reported(doctor))
-    app.command("mesh")(reported(mesh))
+    app.command()(doctor)
+    app.command()(mesh)
 
 
 class _OfTarget(TyperCommand):
@@ -78,7 +77,6 @@ def run(
     ] = None,
     logs: Annotated[Path | None, Option(help="Folder of logs, one per rank; default: runs/NAME/logs.")] = None,
     module: Module = False,
-    debug: Debug = False,
 ) -> int:
     """Run a script or a recipe on ranks of this node.
 
@@ -153,7 +151,6 @@ def launch(
     submit: Annotated[bool, Option("--submit", help="Submit the job.")] = False,
     module: Module = False,
     check: Annotated[str | None, Option(metavar="ARGS", help="First run the script here: --check=--dry-run")] = None,
-    debug: Debug = False,
 ) -> None:
     """Render a script or a recipe as a job of SLURM, Kubernetes, ...
 
@@ -171,14 +168,14 @@ Root = Annotated[Path, Argument(help="Folder with the folders of runs.")]
 Launch = Annotated[Path, Argument(help="A run's folder (its newest launch), or a launch's: runs/NAME/launches/001.")]
 
 
-def jobs_ls(root: Root = Path("runs"), debug: Debug = False) -> None:
+def jobs_ls(root: Root = Path("runs")) -> None:
     """List the launches of all runs, with the state of their jobs."""
     from meshpar.launchers.targets.launching import list_jobs
 
     print(list_jobs(root))
 
 
-def jobs_status(launch: Launch, debug: Debug = False) -> None:
+def jobs_status(launch: Launch) -> None:
     """Print the state of a job, and its engine's description of the job."""
     from meshpar.launchers.targets.launching import job_status
 
@@ -186,9 +183,7 @@ def jobs_status(launch: Launch, debug: Debug = False) -> None:
 
 
 def jobs_logs(
-    launch: Launch,
-    follow: Annotated[bool, Option("-f", "--follow", help="Print new output until Ctrl-C.")] = False,
-    debug: Debug = False,
+    launch: Launch, follow: Annotated[bool, Option("-f", "--follow", help="Print new output until Ctrl-C.")] = False
 ) -> int:
     """Print the output of a job."""
     from meshpar.launchers.targets.launching import show_logs
@@ -196,7 +191,7 @@ def jobs_logs(
     return show_logs(launch, follow=follow)
 
 
-def jobs_cancel(launch: Launch, debug: Debug = False) -> None:
+def jobs_cancel(launch: Launch) -> None:
     """Cancel a job."""
     from meshpar.launchers.targets.launching import cancel_job
 
@@ -214,7 +209,6 @@ def doctor(
     nodes: Nodes = None,
     node_rank: NodeRank = None,
     head: Head = None,
-    debug: Debug = False,
 ) -> int:
     """Check the machines and the network before training.
 
@@ -246,7 +240,6 @@ def mesh(
     text: Annotated[str, Argument(metavar="MESH", help="dp_replicate=2,dp_shard=4,tp=2")],
     nodes: Annotated[int, Option(help="Number of nodes.", min=1)] = 1,
     svg: Annotated[Path | None, Option(help="Also write the drawing to this SVG file.")] = None,
-    debug: Debug = False,
 ) -> None:
     """Draw a mesh: the node of each rank, the groups of each axis, and the axes that cross nodes."""
     from meshpar.core.errors import MeshError
