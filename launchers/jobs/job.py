@@ -78,36 +78,24 @@ def run_job(recipe: Recipe) -> Outcome:
         )
         trainer, origin = _trainer(recipe, data, kind, par, manager, saved)
         with contextlib.ExitStack() as stop, manager, contextlib.ExitStack() as stack:
-            replicas = None
             if this_replica()[1]:
                 same, wait_s = (recipe.optimizer, recipe.training), recipe.patience
                 replicas = Replicas(par, trainer.optimizer, trainer.data, state=trainer, same=same, patience_s=wait_s)
                 trainer.replicas = stack.enter_context(replicas)
             else:
                 manager.own()  # of replicas, their launcher
-            joined = replicas is not None and replicas.join()
+            joined = trainer.replicas is not None and trainer.replicas.join()
             come_from = "the other replicas" if joined else _resume(recipe, manager, saved, trainer, origin)
-            if replicas is not None:
-                replicas.step = trainer.step
-            steps = trainer.total_steps - trainer.step
-            if recipe.profile and steps >= PROFILED:
+            if trainer.replicas is not None:
+                trainer.replicas.step = trainer.step
+            if recipe.profile and trainer.total_steps - trainer.step >= PROFILED:
                 # loads the profiler and the forecast's recorder, which other jobs do without
                 from meshpar.launchers.jobs.profile import Profiled
 
                 profiled: Any = Profiled(trainer.data, par, trainer.optimizer, recipe.folder / PROFILE)
                 trainer.data = profiled
             if runtime.is_main():
-                # the recipe of a complete run stays the one that made it
-                if (replicas is None or replicas.leads) and (steps > 0 or not come_from):
-                    _begin_folder(written, data)
-                if recipe.kept != recipe.folder:
-                    _take_up(recipe)
-                    stack.callback(_keep, recipe, METRICS, TENSORBOARD, SENT)
-                stack.enter_context(_new_steps_noted(trainer))
-                reports.add_reporters(recipe, par, trainer, stack)
-                reports.print_summary(recipe, par, trainer, come_from)
-                if recipe.profile and steps < PROFILED:
-                    trainer.reports.reporters[0].note(f"no profile: it requires {PROFILED} steps, and {steps} are left")
+                _begin_reports(recipe, written, data, trainer, come_from, stack)
             layers = par.run.find(Layers)
 
             def progress() -> str:
@@ -361,6 +349,24 @@ def _begin_folder(recipe: Recipe, data: datasets.Data) -> None:
     if data.tokenizer is not None:
         data.tokenizer.save(recipe.folder / TOKENIZER)
     carried([recipe.folder / RECIPE, recipe.folder / TOKENIZER], recipe.kept)
+
+
+def _begin_reports(
+    recipe: Recipe, written: Recipe, data: datasets.Data, trainer: Trainer, come_from: str, stack: contextlib.ExitStack
+) -> None:
+    """Fill the run's folder, and give the trainer its reporters, which ``stack`` closes; on rank 0."""
+    steps = trainer.total_steps - trainer.step
+    # the recipe of a complete run stays the one that made it
+    if (trainer.replicas is None or trainer.replicas.leads) and (steps > 0 or not come_from):
+        _begin_folder(written, data)
+    if recipe.kept != recipe.folder:
+        _take_up(recipe)
+        stack.callback(_keep, recipe, METRICS, TENSORBOARD, SENT)
+    stack.enter_context(_new_steps_noted(trainer))
+    reports.add_reporters(recipe, trainer.par, trainer, stack)
+    reports.print_summary(recipe, trainer.par, trainer, come_from)
+    if recipe.profile and steps < PROFILED:
+        trainer.reports.reporters[0].note(f"no profile: it requires {PROFILED} steps, and {steps} are left")
 
 
 def _keep(recipe: Recipe, *names: str) -> None:

@@ -200,6 +200,17 @@ class TrainingSteps(ModuleOnMesh):
         """
         return self.clip_grad_norms_(max_norm, norm_type=norm_type)[""]
 
+    def _counted_for(self, modules: Sequence[str]) -> Mapping[str, str]:
+        """Return for which module each parameter counts, in the same order on every stage."""
+        names = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        elsewhere = tensors_elsewhere(self.run).items()
+        names |= {name for name, tensor in elsewhere if isinstance(tensor, nn.Parameter)}
+        places = modules_around(tuple(sorted(names)), tuple(modules))
+        for pattern in modules:
+            if not any(matches(pattern, around) for around in places.values()):
+                raise MeshparError(unmatched(f"module {pattern!r}", pattern, self.module))
+        return places
+
     @torch.no_grad()
     def clip_grad_norms_(
         self, max_norm: float, modules: Sequence[str] = (), *, norm_type: float = 2.0
@@ -229,19 +240,12 @@ class TrainingSteps(ModuleOnMesh):
             )
         reads_of(self.module).check("par.clip_grad_norm_()")
         self.reshard()
-        places: Mapping[str, str] = {}
-        if modules:  # in the same order on every stage
-            own_names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
-            elsewhere = [
-                name for name, tensor in tensors_elsewhere(self.run).items() if isinstance(tensor, nn.Parameter)
-            ]
-            places = modules_around(tuple(sorted({*own_names, *elsewhere})), tuple(modules))
-            if lost := [one for one in modules if not any(matches(one, place) for place in places.values())]:
-                raise MeshparError(unmatched(f"module {lost[0]!r}", lost[0], self.module))
+        places = self._counted_for(modules) if modules else {}
         row = {name: number for number, name in enumerate(["", *dict.fromkeys(places.values())])}
         named = self.module.named_parameters() if places else ()
-        own_row = {id(one): row[places[name]] for name, one in named if name in places}
+        own_row = {id(parameter): row[places[name]] for name, parameter in named if name in places}
         groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
+        layers = self.run.find(Layers)
         norms: Tensor | None = None
         if tree is not None and not math.isinf(norm_type):
             every = {**tensors_elsewhere(self.run), **dict(self.module.named_parameters())}
@@ -256,7 +260,7 @@ class TrainingSteps(ModuleOnMesh):
             max_norm,
             norm_type,
             self.device,
-            self.run.find(Layers),
+            None if layers is None else (layers.group, layers.counted_elsewhere()),
             own_row,
             len(row),
             norms,
