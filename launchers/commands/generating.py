@@ -13,14 +13,9 @@ import torch
 
 from meshpar.core.errors import MeshparError, brief
 from meshpar.models.huggingface import check_attention
-from meshpar.process.imports import quiet_imports
+from meshpar.process.imports import need, quiet_imports
 
 _ADAPTERS, _GENERATION = "adapter_config.json", "generation_config.json"
-
-
-def need_transformers() -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise MeshparError("transformers is not installed; this command needs it: pip install 'meshpar[transformers]'")
 
 
 @final
@@ -44,9 +39,7 @@ class Completer:
     @quiet_imports()
     def __init__(self, folder: Path) -> None:
         """Load a model, adapters or a GGUF file; downloads nothing. Raises MeshparError if it cannot."""
-        need_transformers()
-        import transformers
-
+        transformers: Any = need("transformers", extra="transformers")
         file = next((name for name in ("config.json", _ADAPTERS) if (folder / name).is_file()), None)
         packed = next((path.name for path in sorted(folder.glob("*.gguf"))), None) if file is None else None
         if file is None and packed is None:

@@ -14,13 +14,14 @@ from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.steps import CHECKPOINTS
 from meshpar.core import runtime
 from meshpar.core.errors import LaunchError, RecipeError
-from meshpar.launchers.commands.generating import Completer, Sampling, need_transformers
+from meshpar.launchers.commands.generating import Completer, Sampling
 from meshpar.launchers.commands.train import launch
 from meshpar.launchers.export import export_run
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.job import METRICS, TENSORBOARD
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.process.imports import need
 from meshpar.training.samples import PackedTokens
 
 MESHES = {"fsdp": "dp_shard=2", "hsdp": "dp_replicate=2,dp_shard=1"}
@@ -39,7 +40,7 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     """Train, resume on another mesh, export and generate in about ``minutes`` on two cores; return the exit code."""
     if mesh not in MESHES:
         raise RecipeError(f"--mesh is {mesh!r}; expected {' or '.join(MESHES)}")
-    need_transformers()
+    need("transformers", extra="transformers")
     start = time.monotonic()
     tenth = max(2, round(STEPS_A_MINUTE * minutes / 10))
     common = [f"output={out}", f"data.cache={out / 'data'}", f"checkpoint.every={3 * tenth}"]

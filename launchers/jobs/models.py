@@ -22,7 +22,7 @@ from meshpar.launchers.recipes.recipe import UntrustedError
 from meshpar.launchers.recipes.sections import Model
 from meshpar.models.huggingface import for_training, foreign_attention
 from meshpar.parallelized import Parallelized
-from meshpar.process.imports import expanded, quiet_imports
+from meshpar.process.imports import expanded, need, quiet_imports
 from meshpar.state import initialize
 from meshpar.training.lora import WithAdapters
 from meshpar.weights import TypedSource
@@ -73,13 +73,8 @@ def build_transformers(
     source: Mapping[str, Any] | str, head: str, facts: DataFacts, *, trust: bool = False
 ) -> nn.Module:
     """Build a model of transformers on the meta device in float32, from a config's contents or folder."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise RecipeError(
-            "a Hugging Face model requires transformers, which is not installed: pip install 'meshpar[transformers]'"
-        ) from error
-    auto_config: Any = transformers.AutoConfig
+    transformers: Any = need("transformers", extra="transformers", raises=RecipeError)
+    auto_config = transformers.AutoConfig
     with _refused():
         if isinstance(source, Mapping):
             ids = {} if facts.eos_id is None else {"eos_token_id": facts.eos_id, "pad_token_id": facts.pad_id}

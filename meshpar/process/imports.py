@@ -48,14 +48,14 @@ def quiet_imports() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def need(module: str, *, extra: str = "train") -> ModuleType:
-    """Import ``module`` of an extra; raises MeshparError where its package is not installed."""
+def need(module: str, *, extra: str = "train", raises: type[MeshparError] = MeshparError) -> ModuleType:
+    """Import ``module`` of an extra; ``raises``: the error where its package is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise
-        raise MeshparError(
+        raise raises(
             f"this needs {module.partition('.')[0]!r}, which is not installed: pip install 'meshpar[{extra}]'"
         ) from error
 

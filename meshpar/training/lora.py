@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshpar._torch.calls import eager
-from meshpar.core.errors import MeshparError, RecipeError
+from meshpar.core.errors import RecipeError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import find_modules, matches
 from meshpar.core.registry import layout_for
@@ -27,7 +27,7 @@ from meshpar.passes.data.whole_parameters import local, sum_gradients
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context, Style
-from meshpar.process.imports import quiet_imports
+from meshpar.process.imports import need, quiet_imports
 from meshpar.state.initialize import own_init
 from meshpar.tensors.placements import part_like
 from meshpar.weights import Rename, WeightMap, WeightSource, dtypes_of
@@ -360,8 +360,4 @@ class _Initialiser:
 
 @quiet_imports()
 def _peft() -> ModuleType:
-    try:
-        import peft
-    except ImportError as error:
-        raise MeshparError("adapters require peft, which is not installed: pip install 'meshpar[lora]'") from error
-    return peft
+    return need("peft", extra="lora")

@@ -24,7 +24,7 @@ from meshpar.core.registry import untied
 from meshpar.models.huggingface.exchange import attention_layout
 from meshpar.models.huggingface.tensor import generic, tensor_layout
 from meshpar.models.huggingface.weights import weight_map
-from meshpar.process.imports import quiet_imports
+from meshpar.process.imports import need, quiet_imports
 
 # Verified to take rows in the order of experts.
 _IN_ORDER = ("Llama4TextExperts", "JetMoeParallelExperts")
@@ -69,12 +69,7 @@ def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module
     Raises:
         LayoutError: transformers is missing, the config has no ``model_type``, or its attention is code of the Hub.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise LayoutError(
-            "a Hugging Face model requires transformers, which is not installed: pip install 'meshpar[transformers]'"
-        ) from error
+    transformers: Any = need("transformers", extra="transformers", raises=LayoutError)
     if isinstance(source, Mapping):
         values = dict(source)
         if "model_type" not in values:
