@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, final
+from typing import Any, Literal, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from meshpar.checkpoints.storage.files import Dtypes
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError
+from meshpar.parallelized import Parallelized
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.waiting import reads_of
 from meshpar.state.averaging import Averaged
@@ -38,12 +39,6 @@ from meshpar.weights.adapters import NAME, AdapterFactors, MergedAdapters, Packe
 
 T = TypeVar("T")
 Adapters = Literal["merged", "only"]
-
-
-class LiveModule(Checkpointable, Protocol):
-    """A :class:`meshpar.Parallelized` whose weights are streamed."""
-
-    def reshard(self) -> None: ...
 
 
 class TensorMeta(NamedTuple):
@@ -86,7 +81,7 @@ class Published:
 
     def __init__(
         self,
-        par: LiveModule,
+        par: Parallelized,
         dtype: torch.dtype | None = None,
         bucket: int | str = "256MiB",
         adapters: Adapters = "merged",

@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -35,34 +35,12 @@ from meshpar.tensors.placements import sharded_axes
 Fact = TypeVar("Fact")
 
 
-class Trials(Protocol):
-    """The trials that run around the first forwards of a module."""
-
-    @property
-    def wait(self) -> bool:
-        """A trial waits for a later forward."""
-        ...
-
-    @property
-    def leaves_inference_mode(self) -> bool:
-        """The next forward runs without gradients in the place of inference mode."""
-        ...
-
-    def run(self, forward: Callable[..., Any], inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return ``forward(inner, args, kwargs)``, and run the trials that wait for it."""
-
-
 @final
 class Run:
-    """One module with a plan: its moments, of the passes, then of the guards, explained errors, and first trials."""
+    """One module with a plan: its moments, of the passes, then of the guards, explained errors, and ``FirstRuns``."""
 
     def __init__(
-        self,
-        guarded: Guarded,
-        moments: Sequence[Moment],
-        *,
-        explain: Explain | None = None,
-        first_runs: Trials | None = None,
+        self, guarded: Guarded, moments: Sequence[Moment], *, explain: Explain | None = None, first_runs: Any = None
     ) -> None:
         self.module, self.resolved, self.meshes = guarded.module, guarded.resolved, guarded.meshes
         self.device, self.units, self.facts = guarded.device, guarded.units, guarded.facts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -25,26 +25,14 @@ _WRITTEN = (
 )
 
 
-class Slices(Protocol):
-    """The slices of which replicas gather their shards once a step (``passes/data/gather_and_reduce.py``)."""
-
-    def changed(self) -> None:
-        """The slices may have changed: gather anew."""
-
-    def check_unwritten(self) -> None:
-        """Refuse slices that were written between two forwards that share what was gathered."""
-
-    def begin(self) -> None:
-        """Start to gather over replicas."""
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Gathering:
     """A fact of the data pass: whether forwards leave weights gathered; ``goes_on``: whether a stage's step runs."""
 
     keeps: bool
-    slices: Slices | None
+    # ReplicaShards of the replicas that gather once a step, or None
+    slices: Any
     goes_on: Callable[[], bool] | None
 
     @property

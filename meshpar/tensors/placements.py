@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,36 +134,25 @@ def unevenly_split(tensor: Tensor) -> bool:
     return any(tensor.shape[dim] % math.prod(size for other, size in parts if other == dim) for dim, _ in parts)
 
 
-class Apart(Protocol):
-    """Ranks of which each has other parameters, or the same as another one."""
-
-    @property
-    def group(self) -> dist.ProcessGroup: ...
-
-    def counted_elsewhere(self) -> set[int]:
-        """Return the ``id`` of this rank's parameters that another one counts."""
-        ...
-
-
 def clip_grad_norms_(
     parameters: Iterable[Tensor],
     groups: Mapping[str, dist.ProcessGroup],
     max_norm: float,
     norm_type: float,
     device: torch.device,
-    apart: Apart | None = None,
+    apart: tuple[dist.ProcessGroup, set[int]] | None = None,
     rows: Mapping[int, int] | None = None,
     count: int = 1,
     norms: Tensor | None = None,
 ) -> Tensor:
     """Scale gradients so that their joint norm is at most ``max_norm``; return the norms before, the joint one first.
 
-    ``groups``: axis -> this rank's group, outermost first. ``apart``: ranks with other parameters. ``rows``: ``id`` of
-    a parameter -> which of ``count`` norms has it, too. ``norms``: where they are known. Collective over the groups of
-    axes that split a parameter.
+    ``groups``: axis -> this rank's group, outermost first. ``apart``: ranks with other parameters, and the ``id`` of
+    this rank's that another one counts. ``rows``: ``id`` of a parameter -> which of ``count`` norms has it, too.
+    ``norms``: where they are known. Collective over the groups of axes that split a parameter.
     """
     parameters, rows = list(parameters), rows or {}
-    elsewhere = set[int]() if apart is None else apart.counted_elsewhere()
+    stages, elsewhere = apart or (None, set[int]())
     parts: dict[frozenset[str], list[list[Tensor]]] = {}
     twice = list[Tensor]()
     axes_by_placement: dict[object, frozenset[str]] = {}
@@ -181,7 +170,7 @@ def clip_grad_norms_(
             together.append(held_part(grad))
     if norms is None:
         dtypes = {parameter.dtype for parameter in parameters}
-        norms = _norms(parts, groups, norm_type, device, apart, dtypes, count)
+        norms = _norms(parts, groups, norm_type, device, stages, dtypes, count)
     if not math.isinf(max_norm):
         scale = (max_norm / (norms[0] + 1e-6)).clamp(max=1.0)
         scales = {scale.device: scale}
@@ -198,7 +187,7 @@ def _norms(
     groups: Mapping[str, dist.ProcessGroup],
     norm_type: float,
     device: torch.device,
-    apart: Apart | None,
+    stages: dist.ProcessGroup | None,
     dtypes: Collection[torch.dtype],
     count: int,
 ) -> Tensor:
@@ -208,8 +197,8 @@ def _norms(
         axes: torch.stack([_power(grads, norm_type, device).to(wide) for grads in over]) for axes, over in parts.items()
     }
     joined = joined_over_axes(powers, groups, norm_type, torch.zeros(count, device=device))
-    if apart is not None:
-        dist.all_reduce(joined, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=apart.group)
+    if stages is not None:
+        dist.all_reduce(joined, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=stages)
     joined[0] = joined.max() if math.isinf(norm_type) else joined.sum()
     return joined if math.isinf(norm_type) else joined ** (1.0 / norm_type)
 

@@ -10,12 +10,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast, final
+from typing import Any, TypeVar, cast, final
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from meshpar._torch.groups import bound
 from meshpar.core import runtime
@@ -164,13 +163,8 @@ def _silent(lighthouse: str, error: Exception) -> ReplicaError:
     )
 
 
-class Peers(Protocol):
-    """The methods of a gloo backend that needs no process group; torch's stubs lack them."""
-
-    def allreduce(self, tensors: list[Tensor], op: object = ..., /) -> dist.Work: ...
-    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> dist.Work: ...
-    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
-    def shutdown(self) -> None: ...
+Peers = Any
+"""A gloo backend without a process group, whose methods torch's stubs lack."""
 
 
 def _torchft() -> Any:  # noqa: ANN401 - an optional package
@@ -353,7 +347,7 @@ class Rendezvous:
         limit = timedelta(seconds=min(_CONNECT_S, self._patience_s))
         store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)
         rank, size = names.index(self.name), len(names)
-        peers = cast("Peers", dist.ProcessGroupGloo(dist.PrefixStore(path, store), rank, size, limit))
+        peers = dist.ProcessGroupGloo(dist.PrefixStore(path, store), rank, size, limit)
         bound(peers, self._patience_s)
         self._group = peers, division
 
