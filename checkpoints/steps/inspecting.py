@@ -14,6 +14,7 @@ from meshpar.checkpoints.steps.steps import Steps, best_of, checkpoints_in, open
 from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError
+from meshpar.state.drawing import table
 
 
 def list_steps(root: PlaceLike, best: str = "val/loss") -> str:
@@ -27,7 +28,7 @@ def list_steps(root: PlaceLike, best: str = "val/loss") -> str:
     committed, pinned = steps.committed(), steps.pinned()
     if not committed and not steps.ignored():
         raise _no_steps(root)
-    rows = [("step", "saved at (UTC)", "size", "mesh", "metrics", "")]
+    rows = list[tuple[str, ...]]()
     manifests, damaged = dict[int, Manifest](), dict[int, str]()
     for step in committed:
         try:
@@ -47,7 +48,8 @@ def list_steps(root: PlaceLike, best: str = "val/loss") -> str:
                 marks += f" (in {steps.folder(step).name}: its replacement is running or did not finish)"
             saved_at, size = manifest.saved_at[:19].replace("T", " "), _size(_bytes(manifest))
             rows.append((str(step), saved_at, size, _mesh(manifest), metrics, marks))
-    return "\n".join([_table(rows), *(f"{path.name}: {reason}" for path, reason in steps.ignored().items())])
+    head = ("step", "saved at (UTC)", "size", "mesh", "metrics", "")
+    return "\n".join([*table(head, rows), *(f"{path.name}: {reason}" for path, reason in steps.ignored().items())])
 
 
 def show_step(path: PlaceLike) -> str:
@@ -70,12 +72,12 @@ def show_step(path: PlaceLike) -> str:
         *(("tied", " = ".join(group)) for group in manifest.tied),
         *((f"metric {name}", f"{value:.6g}") for name, value in manifest.metrics.items()),
     ]
-    rows = [("tensor", "dtype", "shape", "parts")]
-    rows += [
+    rows = [
         (name, entry["dtype"], str(tuple(entry["shape"])), str(len(entry["chunks"])))
         for name, entry in sorted(manifest.tensors.items())
     ]
-    return "\n".join([str(folder), _table(facts), "", _table(rows)])
+    tensors = table(("tensor", "dtype", "shape", "parts"), rows)
+    return "\n".join([str(folder), *table(facts[0], facts[1:]), "", *tensors])
 
 
 def verify_step(path: PlaceLike) -> str:
@@ -183,10 +185,10 @@ def _differences(folders: Sequence[Place], manifests: Sequence[Manifest]) -> dic
 
 
 def _difference(name: str, manifests: Sequence[Manifest], sources: Sequence[DistributedCheckpoint]) -> str | None:
-    left, right = (manifest.tensors[name] for manifest in manifests)
+    first, second = (manifest.tensors[name] for manifest in manifests)
     for key in ("dtype", "shape"):
-        if left[key] != right[key]:
-            return f"{key} {left[key]} and {right[key]}"
+        if first[key] != second[key]:
+            return f"{key} {first[key]} and {second[key]}"
     parts = [
         [(chunk.offsets, chunk.shape, chunk.length, source.sum_of(chunk)) for chunk in source.tensors[name].chunks]
         for source in sources
@@ -194,12 +196,12 @@ def _difference(name: str, manifests: Sequence[Manifest], sources: Sequence[Dist
     if parts[0] and parts[0] == parts[1]:
         return None  # the same parts with the same checksums
     dtype, differ, largest = sources[0].dtypes()[name], 0, 0.0
-    boxes = list(tiles(tuple(left["shape"]), dtype.itemsize, TILE_BYTES))
+    boxes = list(tiles(tuple(first["shape"]), dtype.itemsize, TILE_BYTES))
     for one_tile, other_tile in zip(*(read_tiles(source, name, dtype, boxes) for source in sources)):
         if memory_of(one_tile) != memory_of(other_tile):
             apart = (one_tile.double() - other_tile.double()).abs()
             differ, largest = differ + int((apart != 0).sum()), max(largest, float(apart.max()))
-    return f"{differ:,} of {math.prod(left['shape']):,} elements differ, by up to {largest:.3g}" if differ else None
+    return f"{differ:,} of {math.prod(first['shape']):,} elements differ, by up to {largest:.3g}" if differ else None
 
 
 def _bytes(manifest: Manifest) -> int:
@@ -216,8 +218,3 @@ def _size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from meshpar.checkpoints.storage import place as storage
 from meshpar.core import registry
@@ -126,34 +127,36 @@ def _name_kinds(data: dict[str, Any]) -> None:
         data["data"] = {"source": "mix", **section}
 
 
-_SECTIONS = (
-    (("model",), registry.MODEL),
-    (("teacher", "model"), registry.MODEL),
-    (("optimizer",), registry.OPTIMIZER),
-    (("data", "dataset"), registry.DATASET),
-    (("data", "validation_dataset"), registry.DATASET),
+_SECTIONS: tuple[tuple[Place, registry.Kind, tuple[str, ...]], ...] = (
+    (("model",), registry.MODEL, ("vocab_size",)),
+    (("teacher", "model"), registry.MODEL, ("vocab_size",)),
+    (("optimizer",), registry.OPTIMIZER, ("params", "module", "lr")),
+    (("data", "dataset"), registry.DATASET, ("sequence_length",)),
+    (("data", "validation_dataset"), registry.DATASET, ("sequence_length",)),
 )
-"""The sections with a ``class``, and its kind."""
+"""The sections with a ``class``, its kind, and the arguments that meshpar passes it."""
+_LISTS = (("trackers", registry.TRACKER, ("run",)), ("evaluations", registry.EVALUATION, ("tokenizer",)))
+"""The headings over classes by name, as :data:`_SECTIONS`."""
 
 
 def _import_paths(data: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
     """Yield place and name of each class that a recipe names and that is no plugin."""
 
-    def inside(*path: str) -> Any:
+    def inside(*path: str | int) -> Any:
         value: Any = data
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
     named: list[tuple[Place, registry.Kind, Any]] = [
-        ((*at, "class"), kind, inside(*at, "class")) for at, kind in _SECTIONS
+        ((*at, "class"), kind, inside(*at, "class")) for at, kind, _ in _SECTIONS
     ]
     for path in (("passes",), ("teacher", "passes")):
         for number, entry in enumerate(inside(*path) if isinstance(inside(*path), list) else ()):
             names = entry if isinstance(entry, Mapping) else (entry,)
             named += [((*path, number), registry.PASS, name) for name in names]
     named.append((("training", "objective"), registry.OBJECTIVE, inside("training", "objective")))
-    for heading, kind in (("trackers", registry.TRACKER), ("evaluations", registry.EVALUATION)):
+    for heading, kind, _ in _LISTS:
         entries = inside(heading)
         named += [((heading, name), kind, name) for name in (entries if isinstance(entries, Mapping) else ())]
     for at, kind, name in named:
@@ -367,28 +370,18 @@ def folder_problems(section: Any) -> Iterator[str]:  # one of the sections of mo
 
 def calling_problems(recipe: Recipe, document: Document) -> list[str]:
     """Return what is wrong with options of the objective, plugins and own classes that may be imported."""
-    data, training, teacher = recipe.data, recipe.training, recipe.teacher
-    sections: list[tuple[Place, registry.Kind, Any, tuple[str, ...]]] = [
-        (("model",), registry.MODEL, recipe.model, ("vocab_size",)),
-        (("teacher", "model"), registry.MODEL, None if teacher is None else teacher.model, ("vocab_size",)),
-        (("optimizer",), registry.OPTIMIZER, recipe.optimizer, ("params", "module", "lr")),
-        (("data", "dataset"), registry.DATASET, data.dataset, ("sequence_length",)),
-        (("data", "validation_dataset"), registry.DATASET, data.validation_dataset, ("sequence_length",)),
-    ]
-    called: list[tuple[Place, Place, registry.Kind, str, Mapping[str, Any], tuple[str, ...]]] = [
-        ((*at, "class"), at, kind, section.class_, section.keywords, passed)
-        for at, kind, section, passed in sections
-        if isinstance(section, Own)
-    ]
+    training = recipe.training
+    called: list[tuple[Place, Place, registry.Kind, str, Mapping[str, Any], tuple[str, ...]]] = []
+    for at, kind, passed in _SECTIONS:
+        section: Any = functools.reduce(lambda outer, field: getattr(outer, str(field), None), at, cast(Any, recipe))
+        if isinstance(section, Own):
+            called.append(((*at, "class"), at, kind, section.class_, section.keywords, passed))
     if "." in training.objective or training.objective in registry.names(registry.OBJECTIVES):
         there = ("training", "objective"), ("training", "objective_options")
         called.append((*there, registry.OBJECTIVE, training.objective, training.objective_options, ()))
-    for heading, kind, argument, entries in (
-        ("trackers", registry.TRACKER, "run", recipe.trackers),
-        ("evaluations", registry.EVALUATION, "tokenizer", recipe.evaluations),
-    ):
-        for name, options in entries.items():
-            called.append(((heading, name), (heading, name), kind, name, options, (argument,)))
+    for heading, kind, passed in _LISTS:
+        for name, options in getattr(recipe, heading).items():
+            called.append(((heading, name), (heading, name), kind, name, options, passed))
     problems: list[str] = []
     for where, at, kind, name, keywords, passed in called:
         try:
