@@ -67,8 +67,8 @@ class StoredModel:
         if not saved:
             raise CheckpointError(f"{source.folder} has no tensors of a model (no name begins with {MODEL!r})")
         for group in tied:  # each under its first name
-            owner, *others = [name for name in group if name in self._names] or [""]
-            for other in others:
+            owner, *other_names = [name for name in group if name in self._names] or [""]
+            for other in other_names:
                 first, second = (source.tensors[self._names[name]] for name in (owner, other))
                 if first != second and not same_tensor(self, owner, other):
                     raise CheckpointError(

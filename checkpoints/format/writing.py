@@ -312,8 +312,8 @@ class Ledger:
         read = tensors_in(metadata, METADATA_NAME)
         chunks: dict[str, list[str]] = {name: [] for name in read if name not in names}
         for name, part in parts:
-            place = f"{_quoted(part.file)}, {part.position}, {part.length}"
-            chunks[name].append(f"{_box(part.offsets, part.shape)}, {place}]")
+            span_text = f"{_quoted(part.file)}, {part.position}, {part.length}"
+            chunks[name].append(f"{_box(part.offsets, part.shape)}, {span_text}]")
         entries = (
             f'{_quoted(name)}: {{"dtype": {_quoted(str(read[name].dtype).removeprefix("torch."))}, '
             f'"shape": {json.dumps(read[name].shape)}, "chunks": [{", ".join(chunk)}]}}'

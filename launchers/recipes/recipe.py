@@ -237,7 +237,7 @@ class Recipe(Section):
 
 def received(sent: Mapping[str, Any]) -> Recipe:
     """Return the recipe that a launcher sent by :meth:`Recipe.sent`, trusted, with its file's line numbers."""
-    lines, overrides = ({tuple(place): text for place, text in sent[name]} for name in ("lines", "overrides"))
+    lines, overrides = ({tuple(key): text for key, text in sent[name]} for name in ("lines", "overrides"))
     document = Document(sent["name"], sent["recipe"], lines, overrides)
     if "code" in sent["recipe"]:
         make_importable(expanded(Path(sent["recipe"]["code"])))

@@ -189,14 +189,14 @@ def _adapted(hint: object) -> Any:
 
 def _in_data(error: ErrorDetails, data: object) -> Place:
     """Return the place in the data of pydantic's location, which also names branches of unions."""
-    place: list[str | int] = []
+    parts: list[str | int] = []
     for part in error["loc"]:
         if (isinstance(data, dict) and part in data) or (
             isinstance(data, list) and isinstance(part, int) and part < len(data)
         ):
             data = cast(Any, data)[part]
-            place.append(part)
-    return (*place, error["loc"][-1]) if error["type"] == "missing" and isinstance(data, dict) else tuple(place)
+            parts.append(part)
+    return (*parts, error["loc"][-1]) if error["type"] == "missing" and isinstance(data, dict) else tuple(parts)
 
 
 def _message(place: Place, errors: list[ErrorDetails], data: object, model: type[BaseModel]) -> str:

@@ -123,15 +123,15 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         if not equals or not re.fullmatch(r"\w[\w-]*(\.[\w-]+)*", path.strip()):
             problems.append(f"override {text!r}: expected field=value, such as training.steps=50")
             continue
-        place = place_of(path.strip())
+        field_place = place_of(path.strip())
         try:
-            _set(document.data, place, yaml.load(value, Loader=_Loader))
+            _set(document.data, field_place, yaml.load(value, Loader=_Loader))
         except (yaml.YAMLError, LookupError, TypeError, ValueError) as error:
             problems.append(f"override {text!r}: {' '.join(str(error).split())}")
             continue
-        for replaced in [line for line in document.lines if line[: len(place)] == place]:
+        for replaced in [line for line in document.lines if line[: len(field_place)] == field_place]:
             del document.lines[replaced]
-        document.overrides[place] = text
+        document.overrides[field_place] = text
     if problems:
         raise RecipeError("\n".join(problems))
 

@@ -203,7 +203,7 @@ class MeshSpec:
                 "'cp'"
             )
         size = math.prod(self.axes[name] for name in (axis, *behind))
-        axes = {name: size if name == axis else known for name, known in self.axes.items() if name not in behind}
+        axes = {name: size if name == axis else old_size for name, old_size in self.axes.items() if name not in behind}
         return MeshSpec(axes, ranks_per_node=self.ranks_per_node)
 
     def spans_nodes(self, axis: str) -> bool:

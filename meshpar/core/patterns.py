@@ -89,10 +89,10 @@ def shortest_patterns(names: Iterable[str], known: Iterable[str]) -> Iterator[st
 def _generalized(name: str) -> Iterator[str]:
     """Yield a name with numbers as ``*``: all of them first, outer before inner ones, then the name."""
     parts = name.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
     for count in range(len(numbers), -1, -1):
         for chosen in combinations(numbers, count):
-            yield ".".join("*" if place in chosen else part for place, part in enumerate(parts))
+            yield ".".join("*" if index in chosen else part for index, part in enumerate(parts))
 
 
 def is_called(module: nn.Module) -> bool:

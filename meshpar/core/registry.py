@@ -30,8 +30,8 @@ STREAMS = "meshpar.streams"
 @cache
 def _found(group: str) -> dict[str, EntryPoint]:
     entries: dict[str, EntryPoint] = {}
-    own = __name__.partition(".")[0]
-    for entry in sorted(entry_points(group=group), key=lambda entry: entry.value.partition(".")[0] != own):
+    own_package = __name__.partition(".")[0]
+    for entry in sorted(entry_points(group=group), key=lambda entry: entry.value.partition(".")[0] != own_package):
         other = entries.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise MeshparError(

@@ -208,8 +208,8 @@ class GradientMarks:
 
     def __init__(self, ranks: Ranks, trained: Sequence[tuple[str, nn.Parameter]], marks: Sequence[int]) -> None:
         self._trained, self._marks = trained, marks
-        mine = torch.tensor([ranks.counted(len(marks)), *marks], device="cpu")
-        self._both = Largest(torch.cat([mine, -mine]), ranks.hosts)
+        numbers_here = torch.tensor([ranks.counted(len(marks)), *marks], device="cpu")
+        self._both = Largest(torch.cat([numbers_here, -numbers_here]), ranks.hosts)
 
     def check(self) -> list[int]:
         """Wait for the exchange, and return the largest mark of each parameter; MeshparError on every rank alike."""

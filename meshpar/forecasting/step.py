@@ -227,8 +227,8 @@ def hold_state(
     exact = {name: sum(local_tensor(tensor).nbytes for tensor in tensors) for name, tensors in parts.items()}
     exact["optimizer"] -= sum(local_tensor(value).nbytes for value in values if not value.ndim)
     parts["inputs"] = [tensor for batch in batches for tensor in batch.values()]
-    held = {name: recorder.hold(map(held_part, tensors), name) for name, tensors in parts.items()}
-    return {name: held.get(name, 0) for name in HELD}, exact | {"gradients": 0}
+    held_bytes = {name: recorder.hold(map(held_part, tensors), name) for name, tensors in parts.items()}
+    return {name: held_bytes.get(name, 0) for name in HELD}, exact | {"gradients": 0}
 
 
 @contextmanager

@@ -120,9 +120,9 @@ class Agreement(Guard):
                 return
         elif not (self._looks.first(name) if self._ordered else self._looks.now(name, self._guarded.device)):
             return
-        place = f"the forward of {name}" if name else "a forward of the module"
+        meeting_place = f"the forward of {name}" if name else "a forward of the module"
         trained = zlib.crc32(self._guarded.units.trained(unit).encode())
-        alike, *same_prediction = self._ranks.meet(place, [trained, *numbers])
+        alike, *same_prediction = self._ranks.meet(meeting_place, [trained, *numbers])
         if order is not None and predicted and all(same_prediction):
             order.follow(predicted)
         if not alike:

@@ -137,7 +137,7 @@ class Backwards(Guard):
 def _written_since(versions: Versions) -> Tensor | None:
     parameters, before = versions
     now = list(map(_VERSION, parameters))
-    return None if now == before else next(p for p, one, other in zip(parameters, now, before) if one != other)
+    return None if now == before else next(p for p, new, old in zip(parameters, now, before) if new != old)
 
 
 @final

@@ -129,7 +129,7 @@ class PlacedParameters(Guard):
 
     def _assigned(self, now: Mapping[str, nn.Parameter], sharded: Collection[int]) -> set[int]:
         """Return the parameters that ``load_state_dict(assign=True)`` put in place of the plan's, laid out alike."""
-        held = {id(value): value for _, parameters in self._held for value in parameters.values()}
+        parameter_of = {id(value): value for _, parameters in self._held for value in parameters.values()}
         places: dict[int, list[nn.Parameter | None]] = {}
         for name, number in self._names.items():
             places.setdefault(number, []).append(now.get(name))
@@ -138,7 +138,7 @@ class PlacedParameters(Guard):
             for number, values in places.items()
             if number not in sharded
             and len({id(value) for value in values}) == 1
-            and _alike(held.get(number), values[0])
+            and _alike(parameter_of.get(number), values[0])
         }
 
     def _check_sizes(self, names: Iterable[str]) -> None:

@@ -144,17 +144,17 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if name in _DRAWS and kwargs.get("generator") is None:
         _refuse_drawn(name)
     if func == _SET_DATA or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
-        into, *others = args or kwargs.values()
+        into, *sources = args or kwargs.values()
         # A write into a parameter itself is found by its version.
-        unseen = [one for one in tree_leaves(into) if func == _SET_DATA or not isinstance(one, nn.Parameter)]
+        unseen = [tensor for tensor in tree_leaves(into) if func == _SET_DATA or not isinstance(tensor, nn.Parameter)]
         if any(guard.loses and guard.has_memory_of(unseen) for guard in list(StageNumbers._living)):
             raise MeshparError(LOSS_WRITES)
-        _check_drawn(into, *others)
+        _check_drawn(into, *sources)
 
 
 def _check_drawn(into: Any, *args: Any) -> None:
     """Refuse a write behind one into an earlier parameter if random numbers were drawn in between."""
-    if not isinstance(into, _OfAStage) or not any(isinstance(one, Tensor) for one in args):
+    if not isinstance(into, _OfAStage) or not any(isinstance(argument, Tensor) for argument in args):
         return
     now = max(into.origins), torch.initial_seed(), states(into.device)  # type: ignore[attr-defined]
     before, StageNumbers._written = StageNumbers._written, now
@@ -171,8 +171,8 @@ def _followed(origins: frozenset[int], hook: Callable[[Tensor], Any]) -> Callabl
         plain, marked = not isinstance(tensor, _OfAStage), [tensor]
         if plain and isinstance(tensor, nn.Parameter) and tensor.grad is not None:
             marked.append(tensor.grad)
-        for one in marked:
-            _mark(one, origins, is_number=False)
+        for followed in marked:
+            _mark(followed, origins, is_number=False)
         try:
             return hook(tensor)
         finally:
@@ -197,8 +197,8 @@ def _follow(name: str, given: list[Any], results: list[Any]) -> None:
     for leaf, origins in zip(tensors, sources, strict=True):
         if len(origins) > 1:
             _refuse(f"{name} makes one tensor of several parameters or gradients")
-        if leaf.numel() == 1 or not any(leaf is one for one in given):
-            number = leaf.numel() == 1 and any(one.numel() > 1 or one.is_number for one in marked)  # type: ignore[attr-defined]
+        if leaf.numel() == 1 or not any(leaf is other for other in given):
+            number = leaf.numel() == 1 and any(other.numel() > 1 or other.is_number for other in marked)  # type: ignore[attr-defined]
             _mark(leaf, origins, is_number=number)
 
 
@@ -326,12 +326,12 @@ class StageNumbers(Guard):
         """Return whether one of some tensors has the memory of a parameter."""
         with without_functions():
             memory = {local_tensor(parameter).untyped_storage().data_ptr() for parameter in self._parameters()}
-            return any(local_tensor(one).untyped_storage().data_ptr() in memory for one in tensors)
+            return any(local_tensor(tensor).untyped_storage().data_ptr() in memory for tensor in tensors)
 
     def _parameters(self) -> list[Tensor]:
         """Return what a loop may have of the parameters: shards, and what a unit has gathered in their place."""
         registered: list[Tensor] = [
-            parameter for own in self._holders for parameter in own.values() if parameter is not None
+            parameter for table in self._holders for parameter in table.values() if parameter is not None
         ]
         return [*self._units.shards(), *registered] if self._units.modules else registered
 

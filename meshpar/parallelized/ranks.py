@@ -181,13 +181,13 @@ class ModuleOnMesh:
         # float64 counts more than 2**24 tokens
         dtype = torch.float64 if by_tree else None
         count = torch.zeros((), dtype=dtype, device=self.device) + tokens
-        first, *others = self.resolved.averaged or (None,)
+        first, *other_axes = self.resolved.averaged or (None,)
         work = None if first is None else dist.all_reduce(count, group=self._held_on.get_group(first), async_op=True)
 
         def finish() -> Tensor:
             if work is not None:
                 work.wait()
-            for axis in others:
+            for axis in other_axes:
                 dist.all_reduce(count, group=self._held_on.get_group(axis))
             scale = self.loss_size / count.clamp(min=1.0)
             return scale.float() if by_tree else scale

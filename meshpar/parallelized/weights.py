@@ -167,7 +167,7 @@ class ModuleWeights(ModuleOnMesh):
         tensors += averages_of(module)
         if (shards := self.run.find(ReplicaShards)) is not None:
             tensors += shards.held()
-        states = [state for one in optimizers for state in one.state.values()]
+        states = [state for optimizer_here in optimizers for state in optimizer_here.state.values()]
         tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return on_the_host(module, tensors, self.device)
 

@@ -73,8 +73,8 @@ class Part:
     def __matmul__(self, row: Part) -> Part:
         """Return the outer product of a column and a row; each axis divides one of them at most, or both alike."""
         placements = [
-            theirs if shard_dim(mine) is None else mine
-            for mine, theirs in zip(self._placements, row._placements, strict=True)
+            row_placement if shard_dim(column_placement) is None else column_placement
+            for column_placement, row_placement in zip(self._placements, row._placements, strict=True)
         ]
         return Part(self.local @ row.local, (*self._shape[:-1], row._shape[-1]), self._mesh, placements)
 

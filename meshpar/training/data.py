@@ -310,7 +310,7 @@ class Batches:
         size = size or self._sampler.global_batch
         whole = size * len(counted)
         uncounted = [number for number, is_counted in enumerate(counted) if not is_counted]
-        lost = [place for number in uncounted for place in self._sampler.places(number * size, size)]
+        lost = [lost_place for number in uncounted for lost_place in self._sampler.places(number * size, size)]
         self._consumed = min(len(self.samples), self._consumed + max(0, whole - len(self._returned)))
         self._returned = (*lost, *self._returned[whole:])
         if self._consumed >= len(self.samples) and not self._returned:

@@ -292,8 +292,8 @@ class Trainer:
     def _make_step(self, batches: Iterator[list[TensorBatch]]) -> bool:
         """Train a step; return whether it counts: a stop request or the other replicas may have ended it."""
         shared = self._peers.begin(self._reason)  # may take over the others' position
-        position, place = self.data.state_dict(), self.course.place_of(self.step, self.data)
-        if self._train_step(next(batches) if shared is None else shared, place):
+        position, schedule_place = self.data.state_dict(), self.course.place_of(self.step, self.data)
+        if self._train_step(next(batches) if shared is None else shared, schedule_place):
             return True
         if shared is None:
             self.data.load_state_dict(position)

@@ -144,7 +144,7 @@ class ExpertsTest:
         compute = partial(call.compute, bound)
         try:
             want, *again = (draws.run(partial(compute, draws.parameters)) for _ in range(1 + training))
-            random = any(not torch.equal(one, other) for outputs in again for one, other in zip(want, outputs))
+            random = any(not torch.equal(value, other) for outputs in again for value, other in zip(want, outputs))
             endless = not all(bool(tensor.isfinite().all()) for tensor in want)
             either = torch.tensor([[random, endless]], device=draws.device)
             random, endless = gather_values(either, self._group).any(0).tolist()

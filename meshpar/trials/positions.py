@@ -132,8 +132,10 @@ class MixingTest:
             if value.ndim < 2 or value.shape[1] != length:
                 return value.detach().clone()
             joined = exchange.values(value, 1)
-            first, *others = (joined[:, exchange.rows(whole, joined.device, rank)] for rank in range(exchange.size))
-            alike.append(all(torch.equal(first, other) for other in others))
+            first, *other_parts = (
+                joined[:, exchange.rows(whole, joined.device, rank)] for rank in range(exchange.size)
+            )
+            alike.append(all(torch.equal(first, other) for other in other_parts))
             return joined[:, :end].clone()
 
         def cut(value: object) -> Any:

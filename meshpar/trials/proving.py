@@ -66,8 +66,10 @@ def prove(
     errors = [future.exception() for future in futures]
     for raised in sorted(filter(None, errors), key=lambda raised: isinstance(raised, threading.BrokenBarrierError)):
         raise raised
-    first, *others = (future.result() for future in futures)
-    more = [difference for other in others for difference in other.differences if difference not in first.differences]
+    first, *other_ranks = (future.result() for future in futures)
+    more = [
+        difference for other in other_ranks for difference in other.differences if difference not in first.differences
+    ]
     return replace(first, differences=(*first.differences, *more))
 
 

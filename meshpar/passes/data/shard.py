@@ -84,9 +84,9 @@ class Precision:
         if self.param_dtype not in (None, torch.float32):
             pairs = (pair for pattern in layout.fp32 for pair in find_modules(module, pattern))
             single = {name: child for name, child in pairs if any(True for _ in child.parameters())}
-        inside = {child for block in large.values() for child in block.modules()}
+        in_blocks = {child for block in large.values() for child in block.modules()}
         ends = {name: module.get_submodule(name) for name in large_ends(module, layout, self.ends_from)}
-        large |= {name: child for name, child in ends.items() if child not in inside}
+        large |= {name: child for name, child in ends.items() if child not in in_blocks}
         chosen = {name: child for name, child in {**large, **single}.items() if child is not module}
         inner = sorted(chosen.items(), key=lambda item: (-item[0].count("."), order[item[0]]))
         return [

@@ -46,8 +46,8 @@ def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> It
         parts = ", ".join(sorted(module.parametrizations))  # type: ignore[arg-type]
         yield f"{name} computes its {parts} by a parametrization, {skips}; {leave}"
     elif kind.forward is not base.forward and not is_transposed(module):
-        own = f"with a forward of its own, which a style for {base.__name__} would skip"
-        yield f"{name} is a {class_name(module)} {own}; {leave}"
+        overrides = f"with a forward of its own, which a style for {base.__name__} would skip"
+        yield f"{name} is a {class_name(module)} {overrides}; {leave}"
     elif own_forward(module) is not None:
         yield f"{name} has a forward that was set on it, {skips}; {leave}"
     elif kind is NonDynamicallyQuantizableLinear:
@@ -187,12 +187,12 @@ def see_whole(module: nn.Module, blocks: set[nn.Module], styled: set[nn.Module])
     in_blocks = {child for block in blocks if block is not module for child in block.modules()}
     for child in module.modules():
         if child is module or child in blocks:
-            inside = [inner for inner in child.modules() if child in blocks or inner not in in_blocks]
+            inner_modules = [inner for inner in child.modules() if child in blocks or inner not in in_blocks]
         elif not _needs_plain(child):
             continue
         else:
-            inside = [child] if not styled.isdisjoint(list(child.modules())[1:]) else list(child.modules())
-        see_plain(child, list(filter(_needs_plain, inside)), "tensor axis")
+            inner_modules = [child] if not styled.isdisjoint(list(child.modules())[1:]) else list(child.modules())
+        see_plain(child, list(filter(_needs_plain, inner_modules)), "tensor axis")
 
 
 def _needs_plain(module: nn.Module) -> bool:
@@ -331,8 +331,8 @@ class WholeParameters(Moment):
         # Code of any module around may read them, and a block may be called, or recomputed, alone.
         for child in module.modules():
             within = set(child.modules())
-            if is_called(child) and (inside := [holder for holder in holders if holder in within]):
-                see_plain(child, inside, "data ranks")
+            if is_called(child) and (inner_holders := [holder for holder in holders if holder in within]):
+                see_plain(child, inner_holders, "data ranks")
 
     def _place(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter as a DTensor that data axes replicate, split over other axes (``ep``) as before."""
