@@ -27,6 +27,7 @@ PRELOAD += [
     "meshpar.models",
     "meshpar.checkpoints",
     "transformers",
+    "transformers.conversion_mapping",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",

@@ -152,7 +152,7 @@ class RankProcesses:
 
 
 _KEPT: dict[int, RankProcesses] = {}  # by their number
-_MOST_RUNS, _MOST_RANKS = 40, 8  # so that neither what tests leave in a process nor processes at rest pile up
+_MOST_RUNS, _MOST_RANKS = 160, 8  # so that neither what tests leave in a process nor processes at rest pile up
 
 
 def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str) -> None:

@@ -186,6 +186,8 @@ def _load(preload: Sequence[str]) -> None:
     for name in preload:
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
+    if conversions := sys.modules.get("transformers.conversion_mapping"):
+        conversions.get_checkpoint_conversion_mapping("")  # builds its table, which each rank would do
     gc.collect()
     gc.freeze()
 
