@@ -194,7 +194,7 @@ def check_habits(mesh, passes):
     return said
 
 
-@pytest.mark.parametrize("mesh", daily(PLANS, "dp_shard=2", "tp=2"))
+@pytest.mark.parametrize("mesh", daily(PLANS, "dp_shard=2"))
 @on_ranks("mesh")
 def test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact(mesh):
     said = check_habits(mesh, PLANS[mesh])

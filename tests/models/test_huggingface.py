@@ -288,7 +288,7 @@ ON_A_MESH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", daily(ON_A_MESH, "deepseek_v3", "mixtral"))
+@pytest.mark.parametrize("name", daily(ON_A_MESH, "deepseek_v3"))
 @on_ranks(4, timeout_s=170)
 def test_adapted_models_match_one_process(name: str) -> None:
     values, options = ON_A_MESH[name]

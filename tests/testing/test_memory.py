@@ -282,7 +282,7 @@ held_2, held_4, held_8 = (on_ranks(n)(held) for n in (2, 4, 8))
 ON_RANKS = {2: held_2, 4: held_4, 8: held_8}
 SAMPLE = {plan: model for plan, model in zip(PLANS, ["transformer-tied-qknorm", "gpt2"] * 6) if ranks_of(plan) < 8}
 """Other models, and eight ranks, are in the long form, ``-m long``."""
-DAILY = ("fsdp-tp-sequence-loss",)
+DAILY = ("fsdp",)
 
 
 def cases():
