@@ -132,6 +132,27 @@ class Crossing(nn.Module):
         return SimpleNamespace(logits=self.head(hidden), cache=SimpleNamespace(values=cached))
 
 
+class Plain(nn.Module):
+    """Linear blocks between an embedding and a head: for what holds whatever the model is."""
+
+    def __init__(self, layers=4, tied=False, width=8):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def meshpar_layout(self):
+        return ModelLayout(blocks=("layers.*",), tensor={"layers.*": "colwise_gather"})
+
+    def forward(self, input_ids, **_):
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return SimpleNamespace(logits=self.head(self.norm(hidden)))
+
+
 MODELS = {
     "Llama": lambda: huggingface("Llama", num_hidden_layers=4),
     "tied Llama": lambda: huggingface("Llama", num_hidden_layers=3, tie_word_embeddings=True),

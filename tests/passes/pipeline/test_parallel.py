@@ -46,7 +46,7 @@ from meshpar.training import AdamWSettings, LoRA, add_adapters, build_adamw
 from tests.support.comparison import assert_gradients, gradients
 from tests.support.models_for_parity import VOCAB, huggingface, on_meta, transformer
 from tests.support.patience import patient, until
-from tests.support.stages import MODELS, Crossing, assert_as_one_process, batches, scaled_loss
+from tests.support.stages import MODELS, Crossing, Plain, assert_as_one_process, batches, scaled_loss
 from tests.support.tiers import daily
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -115,7 +115,7 @@ def test_a_stage_gathers_once_a_step_where_forwards_leave_weights_gathered_and_r
     for reshard in (True, False):
         torch.manual_seed(0)
         plan = Plan("pp=2,dp_shard=2", [PipelineParallel(), FullyShard(reshard_after_forward=reshard)])
-        par = plan.apply(MODELS["Llama"]())
+        par = plan.apply(Plain())
         loss = scaled_loss(par.token_scale(1))
         with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=foreach_all_gather) as gathers:
             for _ in range(2):  # the first step tries out more
@@ -306,7 +306,7 @@ def test_every_micro_batch_goes_forth_and_back_in_order(schedule, micro_batches)
 @on_ranks(2)
 def test_a_stage_alone_is_refused_and_a_model_is_examined_once():
     with mock.patch.object(parallel, "examine", wraps=examine) as examined:
-        par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
+        par = Plan("pp=2", [PipelineParallel()]).apply(Plain())
     assert examined.call_count == 1 and par.module not in parallel._EXAMINED
     mine = batches(0)
     remedy = r"run a step by par\.backward\(micro_batches, loss\)"
@@ -325,7 +325,7 @@ def test_steps_of_several_backwards_add_up():
 
     def trained(*parts):
         torch.manual_seed(0)
-        par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["tied Llama"]())
+        par = Plan("pp=2", [PipelineParallel()]).apply(Plain(tied=True))
         for part in parts:
             par.backward(part, scaled_loss(0.1))
         return gradients(par.module)
@@ -387,9 +387,9 @@ def test_losses_inside_the_model_are_those_of_one_process(virtual):
 @on_ranks(2)
 def test_frozen_stages_send_no_gradient_and_train_as_one_process():
     def make():
-        model = MODELS["Llama"]()
+        model = Plain()
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("layers.3" in name or "lm_head" in name)
+            parameter.requires_grad_("layers.3" in name or "head" in name)
         return model
 
     torch.manual_seed(0)
@@ -424,7 +424,7 @@ def test_muon_trains_stages_as_one_process():
 @on_ranks(2)
 def test_ranks_that_cut_differently_are_told():
     torch.manual_seed(0)
-    model = huggingface("Llama", num_hidden_layers=4)
+    model = Plain()
     with pytest.raises(MeshparError, match=r"rank 0 cuts 4 blocks at \[0, 1\], and rank 1 cuts 4 at \[0, 2\]"):
         Plan("pp=2", [PipelineParallel(stages=(2, 2) if dist.get_rank() else (1, 3))]).apply(model)
 
@@ -432,8 +432,8 @@ def test_ranks_that_cut_differently_are_told():
 @on_ranks(2)
 def test_hooks_run_where_their_module_does_in_each_backward_and_their_errors_are_told():
     torch.manual_seed(0)
-    par, seen, backwards = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()), [], []
-    hook = par.module.model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    par, seen, backwards = Plan("pp=2", [PipelineParallel(stages=(2, 2))]).apply(Plain()), [], []
+    hook = par.module.norm.register_forward_hook(lambda module, args, output: seen.append(output))
     for block in par.run.find(Layers).edges.portion.chunks[0].blocks:
         block.register_full_backward_hook(lambda *given: backwards.append(given))
     par.backward(batches(0), scaled_loss(0.1))
@@ -444,7 +444,7 @@ def test_hooks_run_where_their_module_does_in_each_backward_and_their_errors_are
     def fail(module, args, output):
         raise KeyError("no such value")
 
-    par.module.model.norm.register_forward_hook(fail)
+    par.module.norm.register_forward_hook(fail)
     error, match = MeshparError, "another stage of pp failed.*stage 1, forward of micro-batch 0 of 4: "
     if dist.get_rank():
         error, match = KeyError, "no such value"
@@ -476,7 +476,7 @@ def test_errors_of_hooks_around_the_blocks_are_told_and_those_of_an_embedding_ge
 
 @on_ranks(2)
 def test_different_micro_batches_of_a_step_or_an_evaluation_are_told():
-    par, rank = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()), dist.get_rank()
+    par, rank = Plan("pp=2", [PipelineParallel()]).apply(Plain()), dist.get_rank()
     other, fewer = (
         r"stage 0 and stage 1 have different micro-batches \(number %s\)",
         ("3 micro-batches in stage 0, and 2 in stage 1; give all ranks of pp the same"),
@@ -547,7 +547,7 @@ def assert_an_error_is_told(mesh, passes, virtual=1):
 
     torch.manual_seed(0)
     layers = 4 if mesh == "pp=2" else 8
-    make = partial(huggingface, "Llama", num_hidden_layers=layers, tie_word_embeddings=True)
+    make = partial(Plain, layers, tied=True)
     par = Plan(mesh, [PipelineParallel(virtual=virtual), *passes]).apply(make())
     expected, layers = trained(par), par.run.find(Layers)
     for place, (stage, message) in FAILED.items():
@@ -582,7 +582,7 @@ def ended_stage(said):
         return os._exit(1) if dist.get_rank() else scaled_loss(0.1)(module, batch)
 
     try:
-        Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()).backward(batches(0), loss)
+        Plan("pp=2", [PipelineParallel()]).apply(Plain()).backward(batches(0), loss)
     except MeshparError as error:
         said.write_text(str(error))
 
@@ -605,7 +605,7 @@ def close_connections():
 
 
 def failed_alone(folder):
-    par, calls = Plan("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]).apply(MODELS["Llama"]()), []
+    par, calls = Plan("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]).apply(Plain()), []
 
     def loss(module, batch):
         calls.append(batch)
@@ -687,10 +687,10 @@ def test_models_that_write_into_what_their_blocks_return_are_refused():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["Llama", "tied Llama"])
-def test_stages_hold_no_message_that_has_arrived(name):
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_hold_no_message_that_has_arrived(tied):
     """In 1F1B the first of two stages has at most two values on their way, and none at the end."""
-    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS[name]())
+    par = Plan("pp=2", [PipelineParallel()]).apply(Plain(tied=tied))
     layers, held = par.run.find(Layers), []
     sent = layers.edges.transfers.messages.sent
     layers.begins = lambda action: held.append(max(map(len, sent.values())))
@@ -705,7 +705,7 @@ def test_stages_hold_no_message_that_has_arrived(name):
 def test_whole_state_is_gathered_and_loaded_over_stages(mesh):
     def built(seed):
         torch.manual_seed(seed)
-        return MODELS["tied Llama"]()
+        return Plain(tied=True)
 
     def parallel(seed):
         return Plan(mesh, [PipelineParallel(), FullyShard()]).apply(built(seed))
@@ -720,8 +720,8 @@ def test_whole_state_is_gathered_and_loaded_over_stages(mesh):
         other.load_state_dict({} if from_rank_0 and dist.get_rank() else expected, from_rank_0=from_rank_0)
         for name, parameter in other.module.named_parameters():
             assert torch.equal(whole_tensor(parameter), expected[name]), name
-    with pytest.raises(MeshparError, match=r"missing: model\.norm\.weight"):
-        par.load_state_dict({name: value for name, value in expected.items() if name != "model.norm.weight"})
+    with pytest.raises(MeshparError, match=r"missing: norm\.weight"):
+        par.load_state_dict({name: value for name, value in expected.items() if name != "norm.weight"})
 
 
 PLANS = {
@@ -746,7 +746,7 @@ RESTORED = (
 def test_checkpoints_load_on_other_stages_bitwise(tmp_path, ranks, saved, restored):
     def built(name):
         mesh, passes = PLANS[name]
-        par = Plan(mesh, passes()).apply(MODELS["Llama"]())
+        par = Plan(mesh, passes()).apply(Plain())
         return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
 
     def state(par, optimizer):
@@ -806,7 +806,7 @@ def test_stages_whose_replicas_divide_the_optimizer_train_as_one_process():
 def test_gradients_reduced_in_each_backward_are_those_of_one_process(mesh):
     def trained(**options):
         torch.manual_seed(0)
-        par = Plan(mesh, [PipelineParallel(), FullyShard()]).apply(MODELS["tied Llama"]())
+        par = Plan(mesh, [PipelineParallel(), FullyShard()]).apply(Plain(tied=True))
         par.backward(batches(par.data_rank), scaled_loss(0.1), **options)
         return gradients(par.module)
 
@@ -863,7 +863,7 @@ def test_dropout_differs_between_stages_and_is_the_same_in_a_recomputation():
 
 @on_ranks(2)
 def test_a_rank_says_for_which_stage_it_waits_and_in_which_action(tmp_path):
-    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
+    par = Plan("pp=2", [PipelineParallel()]).apply(Plain())
     layers, said = par.run.find(Layers), tmp_path / "said"
 
     def look():
