@@ -46,7 +46,7 @@ def train(model, tp, *, parts=4, steps=2, **options):
 
 
 CASES = [(model, "plain") for model in MODELS] + [(model, "both") for model in ("transformer", "gpt2", "hf-llama")]
-BY_DAY = [("transformer", "both"), ("hf-experts", "plain"), ("hf-gemma2", "plain")]
+BY_DAY = [("transformer", "both"), ("hf-experts", "plain")]
 
 
 @pytest.mark.parametrize(("model", "options"), daily(CASES, *BY_DAY))
@@ -62,9 +62,9 @@ def test_bits_are_the_same_on_every_size_of_tp(model, options):
 PLANS = {
     "one process": (transformer, "tp=1", []),
     "fsdp": (transformer, "dp_shard=2,tp=2", [ActivationCheckpoint(), FullyShard()]),
-    "data axes alone": (transformer, "dp_shard=4", [FullyShard()]),
+    "data axes alone": (transformer, "dp_shard=2", [FullyShard()]),
     "experts": (functools.partial(transformer, experts=4, experts_per_token=2, qk_norm=True), "tp=2", []),
-    "cache": (functools.partial(huggingface, "Llama", use_cache=True), "dp_shard=2,tp=2", [FullyShard()]),
+    "cache": (functools.partial(huggingface, "Llama", use_cache=True), "tp=2", []),
 }
 
 
@@ -72,4 +72,4 @@ PLANS = {
 @on_ranks("ranks")
 def test_values_are_those_of_one_process(plan, ranks):
     model, mesh, passes = PLANS[plan]
-    assert_parity(model, mesh, [TensorParallel(parts=4), *passes], token_steps(VOCAB))
+    assert_parity(model, mesh, [TensorParallel(parts=4), *passes], token_steps(VOCAB, parts=2))

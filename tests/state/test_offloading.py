@@ -39,7 +39,7 @@ def test_a_lent_module_trains_on_as_if_nothing_had_been() -> None:
         ends = []
         for lent in (False, True):
             torch.manual_seed(0)
-            par = Plan(mesh, passes).apply(transformer(tied=True))
+            par = Plan(mesh, passes).apply(transformer(layers=1, tied=True))
             optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
             step(par, optimizer, 1)
             average = par.averaged(0.5)
@@ -70,7 +70,7 @@ def test_a_lent_module_trains_on_as_if_nothing_had_been() -> None:
 def trained():
     """Return a small parallel module, its optimizer after a step, and an average."""
     torch.manual_seed(0)
-    par = Plan("dp_shard=2", [FullyShard()]).apply(transformer())
+    par = Plan("dp_shard=2", [FullyShard()]).apply(transformer(layers=1))
     optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
     step(par, optimizer, 1)
     return par, optimizer, par.averaged(0.5)

@@ -37,22 +37,9 @@ def test_records_come_once_and_in_order(tmp_path: Path) -> None:
     assert {label for _, label in source(tmp_path, "labels").records()} == {"True", "False"}
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            {"body": "x", "target": "y"},
-            r"rows.jsonl:1 has no text under 'text'; it has \['body', 'target'\]; name the key with data.field",
-        ),
-        (
-            {"text": "x", "sum": "y"},
-            r"has no text under 'target'; it has \['sum', 'text'\]; name the key with data.target_field",
-        ),
-        ({"text": "x", "target": 3}, "has no text under 'target'"),
-    ],
-)
-def test_lines_without_the_fields_are_named(tmp_path: Path, row: dict[str, object], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+def test_a_field_that_is_no_text_is_named(tmp_path: Path) -> None:
+    row = {"text": "x", "target": 3}
+    with pytest.raises(RecipeError, match=r"rows.jsonl:1 has no text under 'target'"):
         list(RecordSource(inputs=(lines(tmp_path, [row]),), kind="pairs").records())
 
 
