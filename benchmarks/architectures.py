@@ -24,6 +24,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -53,8 +55,12 @@ PLANS: dict[str, tuple[str, int]] = {
     "documents": ("dp_shard=1", 1),
     "PP 2": ("pp=2", 2),
     "PP 2 x FSDP 2": ("pp=2,dp_shard=2", 4),
+    "bits on FSDP 2": ("dp_shard=2", 2),
+    "bits on TP 2": ("tp=2", 2),
 }
-PAIRS = (("FSDP 2", "TP 2"), ("CP 2", "CP 2 by heads"))
+BITS = ("bits on FSDP 2", "bits on TP 2")
+PARTS = 4  # of features, of which each rank of tp has two
+PAIRS = (("FSDP 2", "TP 2"), ("CP 2", "CP 2 by heads"), BITS)
 ROUNDS = (
     *(((one, (0, 1)), (other, (2, 3))) for one, other in PAIRS),
     (("EP 2", (0, 1)), ("documents", (2,))),
@@ -150,7 +156,7 @@ def _answer(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
             "tp_plan": state["tp_plan"],
             "class": state["class"],
         }
-    return _under_plan(state, command)
+    return (_bits if command["plan"] in BITS else _under_plan)(state, command)
 
 
 def _prepare(state: dict[str, Any], model_type: str, task: str, alone: bool) -> None:
@@ -204,45 +210,91 @@ def loss_sum(model: Any, batch: dict[str, Any], rows: list[int], par: Any = None
 
 def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
     import copy
-    from datetime import timedelta
-
-    import torch.distributed as dist
 
     from meshpar import MeshparError, PlanError
 
-    ranks = command["ranks"]
-    store = dist.FileStore(command["store"], ranks)
-    dist.init_process_group(
-        "gloo", store=store, rank=command["rank"], world_size=ranks, timeout=timedelta(seconds=patient(TIMEOUT_S) - 10)
-    )
-    dist.barrier()  # one that is refused at once would leave while others still connect
-    try:
+    with _group(command["store"], command["rank"], command["ranks"]):
         try:
             par = _plan(command["plan"], command["styles"]).apply(copy.deepcopy(state["model"]))
         except PlanError as error:
-            return {"verdict": "refused", "why": "; ".join(error.problems)}
+            return _refusal(error)
         if command["stream"]:
             return _streamed(par, Path(command["folder"]) / f"export {command['plan']}")
         try:
             compare = _documents if command["plan"] == "documents" else _stages if "PP" in command["plan"] else _compare
             found = compare(state, par)
         except MeshparError as error:  # the first forward's own test of the split, or ranks that disagree
-            return {"verdict": "refused", "why": " ".join(str(error).split())[:300]}
+            return _refusal(error)
         return found | (_exported(state, par, command["folder"]) if command["export"] else {})
+
+
+@contextmanager
+def _group(store: str, rank: int, ranks: int) -> Iterator[None]:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    meeting, timeout = dist.FileStore(store, ranks), timedelta(seconds=patient(TIMEOUT_S) - 10)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks, timeout=timeout)
+    try:
+        dist.barrier()  # one that is refused at once would leave while others still connect
+        yield
     finally:
         dist.destroy_process_group()
 
 
-def _plan(name: str, styles: dict[str, Any]) -> Any:
+def _refusal(error: Exception) -> dict[str, Any]:
+    problems = getattr(error, "problems", None)
+    return {"verdict": "refused", "why": "; ".join(problems) if problems else " ".join(str(error).split())[:300]}
+
+
+def _bits(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
+    """Compare a step under ``same_bits`` with that of one process bit by bit, each row a micro-batch."""
+    import copy
+
+    from meshpar import MeshparError
+    from tests.support.comparison import differing_bits
+
+    rank, ranks, results = command["rank"], command["ranks"], []
+    for store, *place in ((f"{command['store']}-{rank}", 0, 1), (command["store"], rank, ranks)):
+        with _group(store, *place):
+            try:
+                plan = _plan(command["plan"], command["styles"], alone=place == [0, 1])
+                results.append(_step(plan.apply(copy.deepcopy(state["model"])), state["batch"]))
+            except MeshparError as error:
+                return _refusal(error)
+    if wrong := differing_bits(*results):
+        return {"verdict": "wrong", "why": f"{len(wrong)} of {len(results[0])} differ by a bit: {', '.join(wrong[:6])}"}
+    return {"verdict": "exact", "worst": 0.0}
+
+
+def _step(par: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the loss, the gradients, their norm and the weights after a step of AdamW."""
+    import torch
+
+    from meshpar.testing import whole
+
+    rows = [torch.tensor([row]) for row in range(par.data_rank, len(batch["input_ids"]), par.data_size)]
+    loss = par.backward(rows, lambda module, row: loss_sum(module, batch, row.tolist())[0] * par.loss_size)
+    named = dict(par.module.named_parameters())
+    found = {f"gradient of {name}": whole(one.grad) for name, one in named.items() if one.grad is not None}
+    found |= {"loss": par.data_sum(loss) / par.loss_size, "norm": par.clip_grad_norm_(1.0)}
+    torch.optim.AdamW(named.values(), lr=1e-2).step()
+    return found | {name: whole(one) for name, one in named.items()}
+
+
+def _plan(name: str, styles: dict[str, Any], *, alone: bool = False) -> Any:
     from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, PipelineParallel, Plan, TensorParallel
 
-    mesh, _ = PLANS[name]
+    mesh, bits = PLANS[name][0], {"parts": PARTS} if name in BITS else {}
     passes: list[Any] = [PipelineParallel()] if "pp=" in mesh else []
     passes += [ExpertParallel()] if ",ep=" in mesh else []
-    passes += [TensorParallel(styles=styles)] if "tp" in mesh else []
+    passes += [TensorParallel(styles=styles, **bits)] if "tp" in mesh else []
     passes += [ContextParallel(transport="heads" if "heads" in name else "gather")] if "cp" in mesh else []
     passes += [HybridShard() if "dp_replicate" in mesh else FullyShard()] if "dp_shard" in mesh else []
-    return Plan(mesh, passes)
+    if alone:
+        mesh, passes = "", [one for one in passes if isinstance(one, TensorParallel)]
+    return Plan(mesh, passes, same_bits=bool(bits))
 
 
 def _documents(state: dict[str, Any], par: Any) -> dict[str, Any]:
@@ -625,7 +677,7 @@ def _table(known: dict[str, Any]) -> list[str]:
         key: case["plans"] for key, case in sorted(known["cases"].items()) if case["plans"][ALONE]["verdict"] == "exact"
     }
     absent = {key: case["plans"][ALONE]["why"] for key, case in sorted(known["cases"].items()) if key not in runs}
-    lines = [HEAD.format(tolerance=TOLERANCE, floor=FLOOR, **known["versions"]), "## Counts", ""]
+    lines = [HEAD.format(tolerance=TOLERANCE, floor=FLOOR, parts=PARTS, **known["versions"]), "## Counts", ""]
     lines += _grid(["", *columns[1:], "export"], list(_counts(runs)))
     lines += ["", "## By architecture", ""]
     rows = [[key, *(_cell(plans.get(plan)) for plan in columns[1:]), _export(plans)] for key, plans in runs.items()]
@@ -714,6 +766,9 @@ some classifiers, in a tiny size. `python benchmarks/architectures.py` made this
   another way compute on whole sequences.
 - EP 2: [whole experts are divided](experts.md). Models without experts are refused.
 - PP 2: [layers are divided](pipeline.md); each row is a micro-batch.
+- bits on FSDP 2, bits on TP 2: with [`same_bits`](same_bits.md) the loss, every gradient, the norm and
+  the weights after a step of AdamW equal one process bit for bit; each row is a micro-batch, and `TP 2`
+  computes in {parts} parts.
 - documents: a [packed row](data.md#documents) gives the results of its documents one by one, and
   another first document does not change the results of the second, bit for bit.
 - export: the parallel model is exported, and transformers loads it with every parameter equal.

@@ -5,6 +5,7 @@
     python benchmarks/fuzz.py --only 17 --print                  the seed's script, without running it
     python benchmarks/fuzz.py --count 200 --shrink failing/      a script for the smallest case of each fault
     python benchmarks/fuzz.py --without deepcopy loop.clip=par   leave out what is known to fail
+    python benchmarks/fuzz.py --same-bits                        Plan(same_bits=True), compared bit by bit
 
 Each seed draws a model, a mesh with passes, a layout and a loop with habits (``fuzz_draw.py``), which become a script
 (``fuzz_script.py``). The script's loop runs in one process and on gloo ranks, in float64; losses, gradients, norms,
@@ -73,6 +74,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a case hangs")
     parser.add_argument("--without", nargs="+", default=[], help="habits, or path=value of features, to leave out")
     parser.add_argument("--batch-norm", action="store_true", help="draw batch normalisation, too")
+    parser.add_argument("--same-bits", action="store_true", help="compare with one process in this mode, bit by bit")
     parser.add_argument("--out", help="write every failing case and the counts as JSON")
     parser.add_argument("--shrink", help="write a script for the smallest case of each fault into this folder")
     parser.add_argument("--print", action="store_true", help="print the scripts and run nothing")
@@ -81,7 +83,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _drawn(args: argparse.Namespace, seed: int) -> fuzz_draw.Spec:
-    spec = fuzz_draw.draw(seed, without=args.without, batch_norm=args.batch_norm)
+    spec = fuzz_draw.draw(seed, without=args.without, batch_norm=args.batch_norm, same_bits=args.same_bits)
     for path, _, value in (name.partition("=") for name in args.without if "=" in name):
         try:
             if str(fuzz_shrink.get(spec, path)) == value:

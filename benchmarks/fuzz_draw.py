@@ -33,17 +33,22 @@ STYLES = (
 )
 
 
-def draw(seed: int, *, without: Collection[str] = (), batch_norm: bool = False) -> Spec:
+def draw(seed: int, *, without: Collection[str] = (), batch_norm: bool = False, same_bits: bool = False) -> Spec:
     """Return the case of a seed.
 
     Args:
         seed: draws the same case every time, on every machine.
         without: habits and features to leave out; the rest of the case stays what it is.
         batch_norm: let models have batch normalisation.
+        same_bits: the same case under ``Plan(same_bits=True)``, with the rows of a rank as a micro-batch.
     """
     rng = random.Random(seed)
     mesh = {axis: int(size) for axis, _, size in (part.partition("=") for part in rng.choice(MESHES).split(","))}
-    model = _model(rng, mesh, batch_norm)
+    parts = 1
+    if same_bits:  # powers of two, but for a few
+        mesh = {axis: 2 if size == 3 and _chance(rng, 0.8) else size for axis, size in mesh.items()}
+        parts = mesh.get("tp", 1) * (rng.choice([1, 1, 2]) if "tp" in mesh else 1)
+    model = _model(rng, {**mesh, "tp": parts} if "tp" in mesh and same_bits else mesh, batch_norm)
     data, layout = data_size(mesh), _layout(rng, mesh)
     spec: Spec = {
         "seed": seed,
@@ -52,13 +57,29 @@ def draw(seed: int, *, without: Collection[str] = (), batch_norm: bool = False) 
         "passes": _passes(rng, mesh, model, layout),
         "rows": data * max(rng.choice([1, 2]), 2 if model["norm"] == "batch" else 1),
         "length": rng.choice([4, 6, 8, 12]) if mesh.get("tp", 1) != 3 else rng.choice([6, 12, 6, 8]),
+        "same_bits": False,
         "empty": data if rng.random() < 0.06 else 0,
         "layout": layout,
         "loop": _loop(rng),
     }
     _slip(rng, spec)
-    spec["loop"]["habits"] = _habits(rng, spec, without)
-    return spec
+    spec["loop"]["habits"] = _habits(rng, spec, (*without, *(fuzz_habits.OF_ONE_MESH if same_bits else ())))
+    return _under_same_bits(spec, parts) if same_bits else spec
+
+
+def _under_same_bits(spec: Spec, parts: int) -> Spec:
+    """Return a case whose micro-batches are those of all data ranks, and whose features fit in equal parts."""
+    data, model = data_size(spec["mesh"]), spec["model"]
+    for pass_ in spec["passes"]:
+        if pass_["name"] == "TensorParallel":
+            pass_["knobs"]["parts"] = parts
+    spec["loop"] |= {"micro": spec["loop"]["micro"] * data, "set_to_none": True}
+    if spec["loop"]["accumulate"] == "plain":
+        spec["loop"]["accumulate"] = "par"
+    model |= {"classes": model["classes"] + -model["classes"] % parts, "counter": None}  # ranks count their own calls
+    if model["ff"]:
+        model["ff"]["hidden"] += -model["ff"]["hidden"] % parts
+    return {**spec, "same_bits": True, "rows": spec["rows"] // data, "length": spec["length"] + -spec["length"] % parts}
 
 
 def data_size(mesh: Spec) -> int:

@@ -301,6 +301,10 @@ HABITS: dict[str, Habit] = {
 }
 
 
+OF_ONE_MESH = ("input_gradient", "l2_parameters", "norm_logged")
+"""Habits that compute with the batches of a rank, or with its shards of parameters, in an order of their own."""
+
+
 def source(spec: Spec) -> str:
     """Return the source of ``train(apply)``: the model, the loop and what it leaves."""
     loop = spec["loop"]
@@ -312,6 +316,7 @@ def source(spec: Spec) -> str:
     optimizer = [f"    {line}" for line in _optimizer(spec)]
     early = "optimizer_before_apply" in loop["habits"]
     before, after = _zero(loop)
+    total = "par.total(losses)" if spec["same_bits"] else "par.data_sum(sum(losses))"
     lines = [
         "def train(apply):",
         "    record, model = {}, build()",
@@ -324,7 +329,9 @@ def source(spec: Spec) -> str:
         f"    for step in range({loop['steps']}):",
         f"        micros = [batch({loop['micro']} * step + micro) for micro in range({loop['micro']})]",
         "        tokens = sum(int((y != -100).sum()) for _, y in micros)",
-        "        parts = [(x[par.data_rank::par.data_size], y[par.data_rank::par.data_size]) for x, y in micros]",
+        "        parts = micros[par.data_rank::par.data_size]"
+        if spec["same_bits"]
+        else "        parts = [(x[par.data_rank::par.data_size], y[par.data_rank::par.data_size]) for x, y in micros]",
         *(
             ["        scale = par.token_scale(sum(int((y != -100).sum()) for _, y in parts))"]
             if loop["scale"] == "token_scale"
@@ -332,16 +339,16 @@ def source(spec: Spec) -> str:
         ),
         *before,
         *at("step", 8),
-        "        total = torch.zeros(())",
+        "        losses = []",
         f"        for x, y in {_micro_batches(loop)}:",
         *at("micro", 12),
         "            loss = loss_sum(module(x), y) * "
         f"{'scale' if loop['scale'] == 'token_scale' else 'par.data_size / tokens'}",
         *at("loss", 12),
         *at("backward", 12, "loss.backward()"),
-        "            total += whole(loss)",
+        "            losses.append(whole(loss).detach())",
         *at("left", 8),
-        '        record[f"loss {step}"] = par.data_sum(total) / par.data_size',
+        f'        record[f"loss {{step}}"] = {total} / par.data_size',
         '        record |= {f"gradient {step} of {name}": whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}',
         *at("between", 8),
         *[f"        {line}" for line in _clip(loop)],

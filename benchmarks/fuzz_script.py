@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, ModelLayout, Plan, Replicate, TensorLayout, TensorParallel, token_loss
 from meshpar.testing import launch, whole
 
+FILE = Path(__file__).with_suffix(".alone")
 torch.set_default_dtype(torch.float64)
 """
 ALONE = '''
@@ -53,16 +54,27 @@ class Alone:
     def token_scale(self, count):
         return 1 / count
 '''
-COMPARE = "\n".join(map(inspect.getsource, (comparison.distance, comparison.apart, comparison.differences)))
+ALONE_ON_A_MESH = """
+def Alone(model):
+    return Plan("", [{passes}], same_bits=True).apply(model, LAYOUT)
+"""
+COMPARE = "\n".join(
+    map(inspect.getsource, (comparison.in_bytes, comparison.distance, comparison.apart, comparison.differences))
+)
 MAIN = """
+def alone():
+    torch.save({} if REFUSED else train(Alone), FILE)
+
+
 def main():
-    expected, got = train(Alone), train(apply)
+    expected, got = torch.load(FILE), train(apply)
     found = [] if REFUSED else list(differences(expected, got, TOLERANCE, FLOOR))
     if dist.get_rank() == 0:
         print("was not refused" if REFUSED else "\\n".join(found) or "equals one process")
 
 
 if __name__ == "__main__":
+    launch(Path(__file__).stem, "alone", 1)
     launch(Path(__file__).stem, "main", {ranks})
 """
 
@@ -76,7 +88,7 @@ def source(spec: Spec, title: str = "") -> str:
         _build(spec["model"]),
         _data(spec),
         _plan(spec),
-        ALONE,
+        ALONE_ON_A_MESH.format(passes=_passes(spec, alone=True)) if spec["same_bits"] else ALONE,
         fuzz_habits.source(spec),
         COMPARE,
         MAIN.replace("{ranks}", str(ranks(spec))),
@@ -136,7 +148,8 @@ def _data(spec: Spec) -> str:
         if tokens
         else []
     )
-    empty = [f"    y[:: {spec['empty']}] = -100  # the first data rank counts nothing"] if spec["empty"] > 1 else []
+    rows = f"::{spec['empty']}" if not spec["same_bits"] else f": 0 if number % {spec['empty']} else len(y)"
+    empty = [f"    y[{rows}] = -100  # the first data rank counts nothing"] if spec["empty"] > 1 else []
     split = _loss_parallel(spec)
     loss = (
         'token_loss(logits, labels, reduction="sum")'
@@ -149,7 +162,7 @@ def _data(spec: Spec) -> str:
         "    return x, y",
         "", "", "def loss_sum(logits, labels):", f"    return {loss}",
         "", "", "EVAL = batch(99)[0]", f"HIDDEN = torch.randn({size}, generator=torch.Generator().manual_seed(7))",
-        f"TOLERANCE, FLOOR = {_tolerance(spec)}", f"REFUSED = {expects_refusal(spec)}",
+        f"TOLERANCE, FLOOR = {_tolerance(spec)}", f"REFUSED, SAME_BITS = {expects_refusal(spec)}, {spec['same_bits']}",
     ])  # fmt: skip
 
 
@@ -158,6 +171,8 @@ def _loss_parallel(spec: Spec) -> bool:
 
 
 def _tolerance(spec: Spec) -> str:
+    if spec["same_bits"]:
+        return "0.0, 0.0"
     # meshpar takes norms, token counts and the token loss in float32 whatever the model's dtype.
     single = _loss_parallel(spec) or spec["loop"]["clip"] == "par" or spec["loop"]["scale"] == "token_scale"
     return "1e-4, 1e-2" if single else "1e-9, 1e-6"
@@ -165,15 +180,19 @@ def _tolerance(spec: Spec) -> str:
 
 def _plan(spec: Spec) -> str:
     mesh = ",".join(f"{axis}={size}" for axis, size in spec["mesh"].items())
-    passes = [
-        f"{pass_['name']}({', '.join(f'{name}={value!r}' for name, value in pass_['knobs'].items())})"
-        for pass_ in spec["passes"]
-    ]
-    layout = _layout(spec)
+    layout, bits = _layout(spec), ", same_bits=True" * spec["same_bits"]
     return "\n".join([
-        f'PLAN = Plan("{mesh}", [{", ".join(passes)}])', f"LAYOUT = {layout}",
+        f'PLAN = Plan("{mesh}", [{_passes(spec)}]{bits})', f"LAYOUT = {layout}",
         "", "", "def apply(model):", "    return PLAN.apply(model, LAYOUT)",
     ])  # fmt: skip
+
+
+def _passes(spec: Spec, *, alone: bool = False) -> str:
+    return ", ".join(
+        f"{pass_['name']}({', '.join(f'{name}={value!r}' for name, value in pass_['knobs'].items())})"
+        for pass_ in spec["passes"]
+        if not (alone and pass_["name"] in ("FullyShard", "HybridShard", "Replicate"))
+    )
 
 
 def table(spec: Spec) -> dict[str, str]:

@@ -8,7 +8,8 @@ import torch
 from meshpar import ActivationCheckpoint, FullyShard, HybridShard, PipelineParallel, Plan, Replicate, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.testing import on_ranks, token_loss_sum, whole
-from tests.same_bits.test_meshes import assert_same_bits, differing, one_process, scaled_loss, tokens  # noqa: F401
+from tests.same_bits.test_meshes import assert_same_bits, one_process, scaled_loss, tokens  # noqa: F401
+from tests.support.comparison import differing_bits
 from tests.support.models_for_parity import gpt2, huggingface, huggingface_gpt2, on_meta, transformer
 from tests.support.tiers import daily
 
@@ -79,4 +80,4 @@ def test_a_run_that_moves_to_another_mesh_goes_on_with_the_same_masks(tmp_path):
     CheckpointManager(tmp_path).save(2, par, optimizer)
     par, optimizer = begin("tp=2", [PARTS])
     CheckpointManager(tmp_path).restore(par, optimizer)
-    assert not differing(expected, advance(par, optimizer, range(2, 3)))
+    assert not differing_bits(expected, advance(par, optimizer, range(2, 3)))

@@ -20,6 +20,7 @@ from meshpar import (
 )
 from meshpar.optim import Muon, SmallAdamW
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
+from tests.support.comparison import differing_bits
 from tests.support.models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
 from tests.support.tiers import daily
 
@@ -136,19 +137,6 @@ def train(mesh, passes, *, model="transformer", build=None, optimizer="adamw", s
     return results
 
 
-def differing(one, other):
-    """Return the names of what differs by a bit."""
-    assert one.keys() == other.keys(), sorted(one.keys() ^ other.keys())
-    one, other = (
-        {name: value.view(torch.uint8) for name, value in side.items()} for side in (bytes_of(one), bytes_of(other))
-    )
-    return [name for name in one if not torch.equal(one[name], other[name])]
-
-
-def bytes_of(results):
-    return {name: value.detach().cpu().contiguous().reshape(-1) for name, value in results.items()}
-
-
 @on_ranks(1)
 def save(path, mesh="", passes=(), **options):
     torch.save(train(mesh, list(passes), **options), path)
@@ -174,7 +162,7 @@ def assert_same_bits(mesh, passes, path, options):
     expected, got = torch.load(path), train(mesh, passes, **options)
     if "pp" not in mesh:
         assert [name for name in expected if name not in got and not name.startswith("loss")] == []
-    wrong = differing({name: expected[name] for name in got}, got)
+    wrong = differing_bits({name: expected[name] for name in got}, got)
     assert not wrong, f"{len(wrong)} of {len(got)} differ: {wrong[:8]}"
 
 

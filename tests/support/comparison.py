@@ -17,11 +17,24 @@ def distance(want: torch.Tensor, have: torch.Tensor, floor: float = 0.0) -> floa
 
 
 def apart(name: str, want: torch.Tensor, have: torch.Tensor, tolerance: float, floor: float = 0.0) -> list[str]:
-    """What is wrong with a tensor that may be off by ``tolerance`` of its largest value; nothing where it is equal."""
+    """What is wrong with a tensor that may be off by ``tolerance`` of its largest value, by no bit where that is 0."""
     if want.shape != have.shape:
         return [f"{name}: shape {tuple(have.shape)}, expected {tuple(want.shape)}"]
     off = distance(want, have, floor)
+    if not tolerance:
+        return [] if torch.equal(in_bytes(want), in_bytes(have)) else [f"{name}: other bits, off by {off:.1e}"]
     return [] if off <= tolerance else [f"{name}: off by {off:.1e} of its largest value"]
+
+
+def differing_bits(one, other):
+    """The names of what differs by a bit; all are tensors, of the same names."""
+    assert one.keys() == other.keys(), sorted(one.keys() ^ other.keys())
+    return [name for name, value in one.items() if not torch.equal(in_bytes(value), in_bytes(other[name]))]
+
+
+def in_bytes(value):
+    """The bytes of a tensor, in which a zero has a sign, and NaN is equal to NaN."""
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def differences(expected, got, tolerance, floor):
