@@ -1,13 +1,13 @@
 """The joint norm of gradients, whose bits follow neither cuts nor kernels.
 
 Squares are summed along each row of a whole parameter, then over rows, then over parameters in the order of their
-names. A row is summed in :data:`PARTS` equal parts of columns where that is possible, as a mesh may cut columns.
+names. A row is summed in up to :data:`PARTS` equal parts of each of its dims, as a mesh may cut any of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from meshpar.same_bits.trees import fold
 from meshpar.tensors.placements import held_by_this_rank, local_gradient, sharded_axes
 
 PARTS = 8
-"""Equal parts of columns in which a row is summed, where it can be: the finest cut of columns on any mesh."""
+"""The finest cut on any mesh of another dim than the first."""
 
 
 def joint_norms(
@@ -51,13 +51,13 @@ def joint_norms(
                 index, copies = index * group.size() + group.rank(), copies * group.size()
         # ranks with copies divide the parameters
         if number % copies == index and parameter.grad is not None:
-            own_sums, (begin, end), (first, last) = _sums(parameter, norm_type, wide)
-            sums.view(_blocks(parameter))[begin:end, first:last] = own_sums
+            own_sums, place = _sums(parameter, norm_type, wide)
+            sums.view(_blocks(parameter))[place] = own_sums
     for group in groups.values():
         if group.size() > 1:
             dist.all_reduce(every, group=group)
     totals = [
-        fold(fold(sums.view(_blocks(parameter))))
+        fold(fold(sums.view(_blocks(parameter)[0], -1)))
         for parameter, sums in zip(named.values(), every.split(sizes), strict=True)
     ]
     members: list[list[Tensor]] = [totals, *([] for _ in range(count - 1))]
@@ -68,20 +68,23 @@ def joint_norms(
     return powers ** (1.0 / norm_type)
 
 
-def _blocks(parameter: Tensor) -> tuple[int, int]:
-    """Return the number of rows of a whole parameter, and that of the parts in which each row is summed."""
-    if parameter.ndim < 2:
-        return parameter.numel(), 1
-    return parameter.shape[0], PARTS if parameter.shape[1] % PARTS == 0 else 1
+def _blocks(parameter: Tensor) -> tuple[int, ...]:
+    """Return the number of rows of a whole parameter, and in how many parts of each other dim they are summed."""
+    rows, *others = parameter.shape or (1,)
+    return rows, *(math.gcd(length, PARTS) for length in others)
 
 
-def _sums(parameter: Tensor, norm_type: float, wide: torch.dtype) -> tuple[Tensor, Sequence[int], Sequence[int]]:
-    """Return this rank's sums of powers, (rows, parts), and which rows and parts of the whole these are."""
-    rows, columns, *_ = (*held_by_this_rank(parameter), slice(0, 1), slice(0, 1))
-    width, (_, parts) = (*parameter.shape, 1, 1)[1], _blocks(parameter)
-    first, last = columns.start * parts // width, columns.stop * parts // width
+def _sums(parameter: Tensor, norm_type: float, wide: torch.dtype) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return this rank's sums of powers, and which of the whole these are."""
+    rows, *others = held_by_this_rank(parameter) or (slice(0, 1),)
+    widths = [
+        max(length // parts, 1) for length, parts in zip(parameter.shape[1:], _blocks(parameter)[1:], strict=True)
+    ]
+    place = [slice(part.start // width, part.stop // width) for part, width in zip(others, widths, strict=True)]
     grad = local_gradient(parameter).to(wide)
     powers = grad.square() if norm_type == 2 else grad.abs()
-    count = rows.stop - rows.start
-    sums = fold(powers.reshape(count, last - first, -1)) if count else powers.new_zeros(0, last - first)
-    return sums, (rows.start, rows.stop), (first, last)
+    count, parts = rows.stop - rows.start, [part.stop - part.start for part in place]
+    powers = powers.reshape(count, *(length for cut in zip(parts, widths, strict=True) for length in cut))
+    order = (0, *range(1, powers.ndim, 2), *range(2, powers.ndim, 2))
+    powers = powers.permute(order).reshape(count, *parts, math.prod(widths))
+    return fold(powers) if count else powers.sum(-1), (rows, *place)

@@ -22,6 +22,7 @@ MODELS = {
     "hf-gpt2 dropout": functools.partial(
         huggingface_gpt2, embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1, attn_implementation="eager"
     ),
+    "twelfths": functools.partial(transformer, dim=36, head_dim=8, hidden=44),
     "gemma2": functools.partial(huggingface, "Gemma2", attn_implementation="eager"),
 }
 PLANS = {
