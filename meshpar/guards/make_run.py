@@ -23,7 +23,7 @@ from meshpar.passes.pipeline.stand_ins import is_idle
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.random import draws_random
 from meshpar.same_bits.dropout import DrawsBySample
-from meshpar.same_bits.gradients import TreeOfGradients
+from meshpar.same_bits.gradients import TreeOfGradients, join_input_gradients
 from meshpar.same_bits.trees import SameBits
 from meshpar.state.full import OptimizerStates, refuse_copies
 from meshpar.step.calls import installed
@@ -51,6 +51,7 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
         layers = facts.find(Layers)
         chunk, is_last = (lambda: 0, lambda: True) if layers is None else (layers.chunk, layers.is_last)
         moments.append(TreeOfGradients(module, guarded.units, by_tree, chunk, is_last))
+        join_input_gradients(map(module.get_submodule, resolved.blocks))
         facts.add(moments[-1:])
         if resolved.layout.dropout or draws_random(module):
             axes, here = resolved.held.axes, resolved.held.coordinates(dist.get_rank())

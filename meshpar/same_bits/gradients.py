@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshpar._torch.tensors import foreach_add_
+from meshpar._torch.tensors import foreach_add_, tree_map_only
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
 from meshpar.same_bits.trees import SameBits
@@ -121,6 +121,19 @@ class TreeOfGradients(Moment):
 
     def after_failed_backward(self) -> None:
         self.leave_step(by_error=True)
+
+
+def join_input_gradients(blocks: Iterable[nn.Module]) -> None:
+    """Let the gradients of a block's input be summed before those of its other uses, as in a unit of shards."""
+    for block in blocks:
+        block.register_forward_pre_hook(_view_inputs, with_kwargs=True)
+
+
+def _view_inputs(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def view(x: Tensor) -> Tensor:
+        return x.view_as(x) if x.requires_grad else x
+
+    return tree_map_only(Tensor, view, (args, kwargs))
 
 
 @torch.no_grad()
