@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from meshpar._torch.tensors import foreach_add_, tree_map_only
 from meshpar._torch.units import Units
+from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.same_bits.trees import SameBits
 from meshpar.step.moment import Moment
@@ -114,6 +115,12 @@ class TreeOfGradients(Moment):
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         if trains and self._left:
             raise MeshparError(_INSIDE)
+        for group in optimizer.param_groups if trains else ():
+            dtypes = {parameter.dtype for parameter in group["params"] if runtime.on_host(parameter.device.type)}
+            if group.get("fused") and dtypes:
+                raise MeshparError(_FUSED)
+            if half := [dtype for dtype in dtypes if dtype.itemsize < 4]:
+                raise MeshparError(_HALF.format(half[0]))
 
     def leave_step(self, *, by_error: bool) -> None:
         self._left, self._due = 0, False
@@ -156,6 +163,15 @@ _EARLIER = (
 )
 _TWICE = "same_bits takes one backward a micro-batch, and this is the second; add the losses and call backward() once"
 _ROOTS = "same_bits takes the backward of one loss, and got several tensors; add them and call backward() on the sum"
+_FUSED = (
+    "fused=True computes the last elements of a shard on a CPU by other instructions, so that weights differ by the "
+    "mesh in their last bits; under same_bits use fused=False, or foreach=True"
+)
+_HALF = (
+    "the optimizer trains parameters of {}, which CPUs add with a factor by other instructions at the end of a shard, "
+    "so that weights differ by the mesh in their last bits; under same_bits keep parameters in float32, and compute in "
+    "another dtype by param_dtype"
+)
 _INSIDE = (
     "optimizer.step() came between the micro-batches of par.accumulate, of which same_bits leaves gradients after the "
     "last backward alone; step after the loop"

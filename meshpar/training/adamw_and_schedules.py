@@ -27,6 +27,7 @@ from meshpar.optim.matrices import parameter_groups
 from meshpar.parallelized import Parallelized
 from meshpar.passes.pipeline.portion import first_covering
 from meshpar.passes.pipeline.running import Layers
+from meshpar.same_bits.trees import SameBits
 from meshpar.step.forward import fact_of, layout_of
 from meshpar.tensors.placements import by_device, local_tensor
 from meshpar.training.settings import Bound, Count, Part, bound_problems
@@ -72,7 +73,9 @@ def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW
     """Return AdamW over the trainable parameters; build it after ``plan.apply`` and ``materialize``."""
     groups = parameter_groups(module, settings.weight_decay)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    fused = settings.fused if settings.fused is not None else devices <= set(_FUSED_DEVICES)
+    # on a CPU the fused kernel computes the ends of shards by other instructions
+    suits = {device for device in _FUSED_DEVICES if device != "cpu" or fact_of(module, SameBits) is None}
+    fused = settings.fused if settings.fused is not None else devices <= suits
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
 
 

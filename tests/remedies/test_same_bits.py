@@ -22,12 +22,12 @@ def net(*layers):
     return nn.Sequential(nn.Linear(4, 4), *layers)
 
 
-def trained(loop, **options):
+def trained(loop, dtype=torch.float32, plan=FullyShard, **options):
     """Let ``loop(par, inputs, optimizer)`` train on two ranks; return whether gradients or weights are finite."""
-    module = net(nn.Linear(4, 2))
-    par = Plan("dp_shard=2", [FullyShard()], same_bits=True).apply(module, LAYOUT)
-    inputs = [torch.full((2, 4), 1.0 + par.data_rank + 2 * number) for number in range(2)]
-    return loop(par, inputs, torch.optim.SGD(module.parameters(), lr=0.1)) is None
+    module = net(nn.Linear(4, 2)).to(dtype)
+    par = Plan("dp_shard=2", [plan()], same_bits=True).apply(module, LAYOUT)
+    inputs = [torch.full((2, 4), 1.0 + par.data_rank + 2 * number, dtype=dtype) for number in range(2)]
+    return loop(par, inputs, torch.optim.SGD(module.parameters(), lr=0.1, **options)) is None
 
 
 def by_hand(par, inputs, optimizer):
@@ -137,6 +137,13 @@ ROWS = [
     TwoRanks("same_bits takes the backward of one loss, and got several tensors")
     .refuses(lambda: trained(several))
     .helps("add them", lambda: trained(once)),
+    TwoRanks("fused=True computes the last elements of a shard on a CPU")
+    .refuses(lambda: trained(accumulated, fused=True))
+    .helps("use fused=False", lambda: trained(accumulated, fused=False))
+    .helps("or foreach=True", lambda: trained(accumulated, foreach=True)),
+    TwoRanks("which CPUs add with a factor by other instructions")
+    .refuses(lambda: trained(accumulated, torch.bfloat16))
+    .helps("keep parameters in float32", lambda: trained(accumulated, plan=lambda: FullyShard(**HALF, reduce_dtype=torch.float32))),
     TwoRanks("of which same_bits leaves gradients after")
     .refuses(lambda: trained(step_inside))
     .helps("step after the loop", lambda: trained(accumulated)),
