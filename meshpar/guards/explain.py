@@ -144,7 +144,7 @@ class Explanation:
         causes = (*self._causes, _SHARE) if split is not None and type(error) is RuntimeError else self._causes
         if isinstance(culprit, nn.Linear) and split is not None and name not in split.styles:
             causes = (_WHOLE, *causes)
-        if split is not None and split.sequence_parallel and _is_part(text, split.mesh.size()):
+        if split is not None and split.sequence_parallel and _is_part(text, split.parts):
             causes = (_POSITIONS, *causes)
         cause = self._outside_of_its_block(text, name, frames) or next(
             ((why, remedy) for pattern, why, remedy in causes if re.search(pattern, text)), None

@@ -71,8 +71,10 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
         makers: list[MakesGuards] = [registry.plugin(registry.GUARDS, name) for name in names]
         of_packages = [guard for make in makers for guard in make(guarded)]
         moments += [*first, *of_packages, *last, *([] if trials is None else [trials])]
-        data_pass, splits = resolved.data_pass, resolved.divided(Role.FEATURES)
-        unit_pass, features = None if data_pass is None else data_pass.name, facts.find(Context) if splits else None
+        data_pass = resolved.data_pass
+        unit_pass, features = None if data_pass is None else data_pass.name, facts.find(Context)
+        if features is not None and features.parts == 1:
+            features = None
         explain = Explanation(module, title, features=features, unit_pass=unit_pass).explained
     standing = (runtime.standing_in(moment) for moment in moments)
     present = tuple(moment for moment in standing if moment is not None)

@@ -103,6 +103,7 @@ def past_functions(x):
 
 
 SEQUENCE = {**TABLE, "norm": "sequence", "embed": "vocab"}
+AROUND = {"mlp": "sequence", "mlp.up": "colwise", "mlp.down": "rowwise", "embed": "vocab"}
 WIDE = {**TABLE, "mlp": Halved()}
 LEFT_WHOLE = dict.fromkeys(TABLE)
 ROWS = [
@@ -123,6 +124,10 @@ ROWS = [
     .refuses(lambda: split(dropping(0.1), sequence_parallel=True, table=SEQUENCE))
     .helps("set dropout to 0", lambda: split(dropping(0.0), sequence_parallel=True, table=SEQUENCE))
     .helps("use TensorParallel(sequence_parallel=False)", lambda: split(dropping(0.1), table=SEQUENCE)),
+    Row("{} has the style 'sequence' and runs {}, which has a style, too")
+    .refuses(lambda: split(sequence_parallel=True, table=AROUND))
+    .helps("use sequence_parallel=False", lambda: split(table=AROUND))
+    .helps("drop parts= from TensorParallel", lambda: split(sequence_parallel=True, table=AROUND, parts=None)),
     Row("{} has the style {}, which does not compute in equal parts")
     .refuses(lambda: split(table=WIDE))
     .helps("leave it whole: {}", lambda: split(table={**WIDE, "other": "colwise"}, styles=LEFT_WHOLE))

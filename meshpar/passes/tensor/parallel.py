@@ -149,7 +149,14 @@ class TensorParallel(Pass):
         table = self._table(module, layout)
         for name, child, style in table.styled:
             length = style.length_in_parts(child)
-            if length is None:
+            inside = next((other for other, _, _ in table.styled if other.startswith(f"{name}.")), None)
+            if self.sequence_parallel and isinstance(style, SequenceStyle) and inside is not None:
+                yield (
+                    f"{name} has the style 'sequence' and runs {inside}, which has a style, too, so that equal parts "
+                    "of the sequence would be cut twice; use sequence_parallel=False, or drop parts= from "
+                    "TensorParallel"
+                )
+            elif length is None:
                 yield (
                     f"{name} has the style {type(style).__name__}, which does not compute in equal parts; leave it "
                     f"whole: {whole_styles(_split_together(table, name))}, or drop parts= from TensorParallel"
