@@ -1,12 +1,13 @@
 """Hundreds of kill -9 over whole jobs: is any number lost or doubled, any export wrong, any file of the user's gone?
 
-    python benchmarks/kills.py [--kills 300] [--seed 0] [--storage disk] [--mesh pp=2] [--folder DIR] [--seconds S]
+    python benchmarks/kills.py [--kills 300] [--seed 0] [--storage disk] [--mesh moves] [--folder DIR] [--seconds S]
 
 One job trains undisturbed. Then the same job is started again and again, and each time killed at a random moment: a
 rank, the launcher, or all at once. It writes metrics and TensorBoard's events, validates, saves often and keeps two
 steps and the best; beside it a loop exports the newest step over and over, and is killed as well. A job that comes to
 its end is compared with the undisturbed one, and the next begins. Exits with 1 where anything differs. With --folder
-and --seconds a call kills for that time, and the next goes on with the same jobs, as after one more kill.
+and --seconds a call kills for that time, and the next goes on with the same jobs, as after one more kill. With
+``--mesh moves`` the job has ``same_bits``, each life has another mesh, and the undisturbed one stays in one process.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,12 +43,19 @@ from tests.support.patience import patient, until
 RECIPE = """\
 mesh: dp_shard=2
 device: cpu
-model: {dim: 32, layers: 2, heads: 2, hidden: 64, max_positions: 64, dropout: 0.1}
+model: {dim: 32, layers: 2, heads: 4, hidden: 64, max_positions: 64, dropout: 0.1}
 data: {source: files, paths: [text.txt], sequence_length: 64, micro_batch: 4, accumulate: 2, validation_fraction: 0.1, cache: cache}
 optimizer: {lr: 1e-3}
 training: {steps: 120, log_every: 1, validate_every: 10, validate_steps: 2}
 checkpoint: {every: 5, keep: 2, best: val/loss}
 """
+PARTS = "{TensorParallel: {parts: 4}}, FullyShard]"
+MOVES = (
+    ("mesh=dp_shard=4", f"passes=[{PARTS}"),
+    ("mesh=dp_shard=2,tp=2", f"passes=[{PARTS}"),
+    ("mesh=pp=2,dp_shard=1", f"passes=[PipelineParallel, {PARTS}"),
+)
+"""What the lives of a job that moves have in turn."""
 MESHPAR = [sys.executable, "-m", "meshpar.launchers"]
 WHOM = ("a rank", "a rank", "the launcher", "all")
 MINE = ("notes.txt", "checkpoints/notes.txt", "checkpoints/mine/weights.bin", "tensorboard/notes.txt", "logs/notes.txt")
@@ -93,9 +102,9 @@ def process_group(pid: int) -> int:
         return 0
 
 
-def life(output: str, draw: random.Random, lines: list[str]) -> bool:
+def life(output: str, draw: random.Random, lines: list[str], overrides: Sequence[str]) -> bool:
     """Start the job and kill it at a random moment, of its start or of its steps; tell whether it came to its end."""
-    process = train(f"output={STORE[0]}{output}")
+    process = train(f"output={STORE[0]}{output}", *overrides)
     stepping = threading.Event()
 
     def read() -> None:
@@ -221,8 +230,12 @@ def prepare(mesh: str) -> dict[str, str]:
     draw = random.Random(0)
     pairs = [(draw.randrange(50), draw.randrange(50)) for _ in range(4000)]
     Path("text.txt").write_text("".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a, b in pairs))
-    passes = "passes: [PipelineParallel]\n" if "pp" in mesh else ""
-    Path("job.yaml").write_text(RECIPE.replace("mesh: dp_shard=2\n", f"mesh: {mesh}\n{passes}"))
+    recipe = RECIPE.replace("dp_shard=2\n", "pp=2\npasses: [PipelineParallel]\n" if mesh == "pp=2" else "dp_shard=2\n")
+    if mesh == "moves":
+        # accumulate and validate_steps count the micro-batches of all data ranks
+        recipe = recipe.replace("dp_shard=2\n", f"dp_shard=1\npasses: [{PARTS}\nsame_bits: true\n")
+        recipe = recipe.replace("accumulate: 2", "accumulate: 4").replace("validate_steps: 2", "validate_steps: 4")
+    Path("job.yaml").write_text(recipe)
     undisturbed = train(
         "output=undisturbed", "checkpoint.keep=null", "checkpoint.every=1"
     )  # a launcher's death saves at any step
@@ -237,7 +250,7 @@ def prepare(mesh: str) -> dict[str, str]:
     return right
 
 
-def killing(notes: dict[str, Any], kills: int, seed: int, until: float) -> None:
+def killing(notes: dict[str, Any], kills: int, seed: int, until: float, moves: Sequence[Sequence[str]]) -> None:
     """Kill jobs until there were ``kills``, or time is over; ``notes`` is where the last call stopped, and where
     this one does.
     """
@@ -252,7 +265,7 @@ def killing(notes: dict[str, Any], kills: int, seed: int, until: float) -> None:
         exporter.start()
         ended = False
         while not ended and time.monotonic() < until:
-            ended = life(output, draw, lines)
+            ended = life(output, draw, lines, moves[KILLS.total() % len(moves)])
             notes |= {"kinds": dict(KILLS), "kills": KILLS.total(), "seconds": before + time.monotonic() - began}
             NOTES.write_text(json.dumps(notes))
             print(
@@ -279,7 +292,7 @@ def main() -> int:
     parser.add_argument(
         "--storage", choices=("disk", "s3"), default="disk", help="of the jobs; the undisturbed one is on the disk"
     )
-    parser.add_argument("--mesh", choices=("dp_shard=2", "pp=2"), default="dp_shard=2", help="of the jobs")
+    parser.add_argument("--mesh", choices=("dp_shard=2", "pp=2", "moves"), default="dp_shard=2", help="of the jobs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--folder", type=Path, default=None, help="where to keep what was done; default: a temporary one"
@@ -304,7 +317,7 @@ def main() -> int:
         if options.storage == "s3":
             object_store.use(stack.enter_context(object_store.served(Path("seaweedfs").absolute())))
             STORE[0] = f"{object_store.bucket('kills')}/"
-        killing(notes, options.kills, options.seed, until)
+        killing(notes, options.kills, options.seed, until, MOVES if options.mesh == "moves" else [()])
     kinds = ", ".join(f"{count} of {whom}" for whom, count in sorted(KILLS.items()))
     print(*notes["wrong"], sep="\n", end="\n" * bool(notes["wrong"]))
     print(

@@ -37,16 +37,18 @@ def test_a_seed_draws_the_same_case_every_time():
 
 def test_every_case_is_a_script():
     for seed in range(300):
-        compile(fuzz_script.source(fuzz_draw.draw(seed, batch_norm=True)), f"seed {seed}", "exec")
+        for options in ({"batch_norm": True}, {"same_bits": True}):
+            compile(fuzz_script.source(fuzz_draw.draw(seed, **options)), f"seed {seed}", "exec")
 
 
-def test_the_sample_equals_one_process_or_is_refused(pools):
-    faults = {}
+@pytest.mark.parametrize("same_bits", [False, True])
+def test_the_sample_equals_one_process_or_is_refused(pools, same_bits):
+    faults, option = {}, " --same-bits" * same_bits
     for seed in SEEDS:
-        outcome = fuzz.run(fuzz_draw.draw(seed), pools)
+        outcome = fuzz.run(fuzz_draw.draw(seed, same_bits=same_bits), pools)
         if outcome.kind in fuzz.FAULTS:
             faults[seed] = f"{outcome.kind}: {outcome.text}"
-    assert not faults, "\n".join(f"python benchmarks/fuzz.py --only {seed}: {text}" for seed, text in faults.items())
+    assert not faults, "\n".join(f"fuzz.py --only {seed}{option}: {text}" for seed, text in faults.items())
 
 
 @pytest.mark.parametrize(
