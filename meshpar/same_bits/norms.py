@@ -51,8 +51,8 @@ def joint_norms(
                 index, copies = index * group.size() + group.rank(), copies * group.size()
         # ranks with copies divide the parameters
         if number % copies == index and parameter.grad is not None:
-            own_sums, place = _sums(parameter, norm_type, wide)
-            sums.view(_blocks(parameter))[place] = own_sums
+            own_sums, region = _sums(parameter, norm_type, wide)
+            sums.view(_blocks(parameter))[region] = own_sums
     for group in groups.values():
         if group.size() > 1:
             dist.all_reduce(every, group=group)
@@ -70,21 +70,21 @@ def joint_norms(
 
 def _blocks(parameter: Tensor) -> tuple[int, ...]:
     """Return the number of rows of a whole parameter, and in how many parts of each other dim they are summed."""
-    rows, *others = parameter.shape or (1,)
-    return rows, *(math.gcd(length, PARTS) for length in others)
+    rows, *columns = parameter.shape or (1,)
+    return rows, *(math.gcd(length, PARTS) for length in columns)
 
 
 def _sums(parameter: Tensor, norm_type: float, wide: torch.dtype) -> tuple[Tensor, tuple[slice, ...]]:
     """Return this rank's sums of powers, and which of the whole these are."""
-    rows, *others = held_by_this_rank(parameter) or (slice(0, 1),)
+    rows, *columns = held_by_this_rank(parameter) or (slice(0, 1),)
     widths = [
         max(length // parts, 1) for length, parts in zip(parameter.shape[1:], _blocks(parameter)[1:], strict=True)
     ]
-    place = [slice(part.start // width, part.stop // width) for part, width in zip(others, widths, strict=True)]
+    region = [slice(part.start // width, part.stop // width) for part, width in zip(columns, widths, strict=True)]
     grad = local_gradient(parameter).to(wide)
     powers = grad.square() if norm_type == 2 else grad.abs()
-    count, parts = rows.stop - rows.start, [part.stop - part.start for part in place]
+    count, parts = rows.stop - rows.start, [part.stop - part.start for part in region]
     powers = powers.reshape(count, *(length for cut in zip(parts, widths, strict=True) for length in cut))
     order = (0, *range(1, powers.ndim, 2), *range(2, powers.ndim, 2))
     powers = powers.permute(order).reshape(count, *parts, math.prod(widths))
-    return fold(powers) if count else powers.sum(-1), (rows, *place)
+    return fold(powers) if count else powers.sum(-1), (rows, *region)

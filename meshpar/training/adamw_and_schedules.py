@@ -74,8 +74,8 @@ def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW
     groups = parameter_groups(module, settings.weight_decay)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     # on a CPU the fused kernel computes the ends of shards by other instructions
-    suits = {device for device in _FUSED_DEVICES if device != "cpu" or fact_of(module, SameBits) is None}
-    fused = settings.fused if settings.fused is not None else devices <= suits
+    cuts_matter = fact_of(module, SameBits) is not None and any(map(runtime.on_host, devices))
+    fused = settings.fused if settings.fused is not None else devices <= set(_FUSED_DEVICES) and not cuts_matter
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused)
 
 

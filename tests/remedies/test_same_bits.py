@@ -139,11 +139,14 @@ ROWS = [
     .helps("add them", lambda: trained(once)),
     TwoRanks("fused=True computes the last elements of a shard on a CPU")
     .refuses(lambda: trained(accumulated, fused=True))
-    .helps("use fused=False", lambda: trained(accumulated, fused=False))
-    .helps("or foreach=True", lambda: trained(accumulated, foreach=True)),
+    .helps("under same_bits use fused=False", lambda: trained(accumulated, fused=False))
+    .helps("foreach=True", lambda: trained(accumulated, foreach=True)),
     TwoRanks("which CPUs add with a factor by other instructions")
     .refuses(lambda: trained(accumulated, torch.bfloat16))
-    .helps("keep parameters in float32", lambda: trained(accumulated, plan=lambda: FullyShard(**HALF, reduce_dtype=torch.float32))),
+    .helps(
+        "under same_bits keep parameters in float32",
+        lambda: trained(accumulated, plan=lambda: FullyShard(**HALF, reduce_dtype=torch.float32)),
+    ),
     TwoRanks("of which same_bits leaves gradients after")
     .refuses(lambda: trained(step_inside))
     .helps("step after the loop", lambda: trained(accumulated)),

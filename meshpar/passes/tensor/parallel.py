@@ -149,11 +149,11 @@ class TensorParallel(Pass):
         table = self._table(module, layout)
         for name, child, style in table.styled:
             length = style.length_in_parts(child)
-            inside = next((other for other, _, _ in table.styled if other.startswith(f"{name}.")), None)
-            if self.sequence_parallel and isinstance(style, SequenceStyle) and inside is not None:
+            styled_child = next((other for other, _, _ in table.styled if other.startswith(f"{name}.")), None)
+            if self.sequence_parallel and isinstance(style, SequenceStyle) and styled_child:
                 yield (
-                    f"{name} has the style 'sequence' and runs {inside}, which has a style, too, so that equal parts "
-                    "of the sequence would be cut twice; use sequence_parallel=False, or drop parts= from "
+                    f"{name} has the style 'sequence' and runs {styled_child}, which has a style, too, so that equal "
+                    "parts of the sequence would be cut twice; use sequence_parallel=False, or drop parts= from "
                     "TensorParallel"
                 )
             elif length is None:
