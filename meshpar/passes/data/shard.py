@@ -29,7 +29,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
 from meshpar.core.passes import Facts, Installed, Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, suggestion
-from meshpar.passes.data.gather_and_reduce import ReplicaShards, exchange_directly, reduce_by_tree
+from meshpar.passes.data.gather_and_reduce import ReplicaShards, exchange_directly, reduce_by_tree, sum_in_place
 from meshpar.passes.data.whole_parameters import WholeParameters, kept_whole
 from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.pipeline.running import Layers
@@ -459,6 +459,8 @@ class Replicate(Precision, Pass):
         ignored, installed = self.keep_whole(module, mesh, self.axes, facts)
         for unit, policy, _ in self.units(module, layout):
             replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy, ignored_params=ignored)
+        if runtime.over_hosts(mesh.device_type):
+            sum_in_place(module)
         if facts.find(SameBits) is not None:
             reduce_by_tree(module, mesh.get_group("dp_replicate"))
         return installed

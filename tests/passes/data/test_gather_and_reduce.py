@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshpar import (
     ActivationCheckpoint,
@@ -17,6 +18,7 @@ from meshpar import (
     MeshparError,
     MeshSpec,
     Plan,
+    Replicate,
     TensorParallel,
 )
 from meshpar._torch.fsdp import units_with_parameters
@@ -403,3 +405,28 @@ def test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it():
         loss.backward()
         norms.append(par.clip_grad_norm_(1e9).item())
     assert norms[0] == pytest.approx(2 * norms[1])
+
+
+class FlatCopies(TorchDispatchMode):
+    """The sizes of flat tensors that are copied into other memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and args[0].ndim == 1 and args[0].data_ptr() != args[1].data_ptr():
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_replicas_reduce_gradients_in_the_memory_in_which_a_unit_collects_them():
+    par = Plan("dp_replicate=2", [Replicate()]).apply(on_meta(ODD)).materialize(seed=0)
+    units = {sum(p.numel() for p in layer.parameters()) for layer in par.module.layers}
+    loss, _ = token_loss_sum(par.module, random_tokens(99, 2, 8, seed=par.data_rank))
+    with FlatCopies() as copies:
+        loss.backward()
+    assert not units & set(copies.sizes)
+    gradient = next(par.module.layers[0].parameters()).grad
+    assert local_tensor(gradient).untyped_storage().nbytes() == 4 * units.pop()
