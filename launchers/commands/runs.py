@@ -21,7 +21,7 @@ from meshpar.launchers.recipes.yamlfile import read_document
 from meshpar.launchers.targets.launching import ask_states, find_launches
 from meshpar.state.drawing import table
 from meshpar.training.metrics import DIGEST
-from meshpar.training.tracking import METRICS
+from meshpar.training.send_to_trackers import METRICS
 
 _MEASURED = ("time", "tokens_per_second", "memory_gib", "mfu", "replicas/seconds")
 """Values that differ between two starts of the same run."""

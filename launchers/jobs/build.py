@@ -37,8 +37,8 @@ from meshpar.training.adamw_and_schedules import AdamWSettings, Schedule, build_
 from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples, check_whole
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective, freeze
+from meshpar.training.send_to_trackers import usable
 from meshpar.training.settings import TrainSettings
-from meshpar.training.tracking import usable
 
 
 def device_type(recipe: Recipe) -> str:

@@ -36,10 +36,10 @@ from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.experts import balance_problems
 from meshpar.training.objectives import teacher_problems
 from meshpar.training.samples import tokenizers_problem
+from meshpar.training.send_to_trackers import usable
 from meshpar.training.text import PACKED, UNPLAIN, TextSource, kind_of
 from meshpar.training.tokenizer import train_bpe
 from meshpar.training.tokens import TokenFile, training_texts
-from meshpar.training.tracking import usable
 
 Problems = Iterator[tuple[str, str]]
 """Fields of a recipe, each with what is wrong with it."""

@@ -42,9 +42,9 @@ from meshpar.training.lighthouse import this_replica
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters
 from meshpar.training.metrics import flops_per_token
+from meshpar.training.send_to_trackers import METRICS, SENT
 from meshpar.training.settings import Outcome
 from meshpar.training.stop import StopRequest
-from meshpar.training.tracking import METRICS, SENT
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from meshpar.training.elastic import Replicas
 from meshpar.training.lighthouse import this_replica
 from meshpar.training.loop import Trainer
 from meshpar.training.metrics import Console, Ended, Metrics, Reporter
-from meshpar.training.tracking import Trackers, facts_of
+from meshpar.training.send_to_trackers import Trackers, facts_of
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from meshpar.training.metrics import peak_memory
     from meshpar.training.objectives import CausalLM, Distillation, Objective, Seq2Seq, SequenceClassification, freeze
     from meshpar.training.samples import LabelledExamples, MixedSamples, PackedTokens, PairedExamples
+    from meshpar.training.send_to_trackers import Trackers, facts_of
     from meshpar.training.settings import TrainSettings
     from meshpar.training.tokens import TokenFile, write_tokens
-    from meshpar.training.tracking import TrackedRun, Tracker, Trackers, facts_of
+    from meshpar.training.trackers import TrackedRun, Tracker
 
 __all__ = [
     "AdamWSettings", "Adapters", "Batches", "CausalLM", "Change", "Distillation", "Evaluation", "ExampleFile",
@@ -42,7 +43,8 @@ _HOMES = {
     "objectives": ("CausalLM", "Distillation", "Objective", "Seq2Seq", "SequenceClassification", "freeze"),
     "adamw_and_schedules": ("AdamWSettings", "LossScaler", "Schedule", "build_adamw", "scale_rates"),
     "samples": ("LabelledExamples", "MixedSamples", "PackedTokens", "PairedExamples"), "settings": ("TrainSettings",),
-    "tokens": ("TokenFile", "write_tokens"), "tracking": ("TrackedRun", "Tracker", "Trackers", "facts_of"),
+    "tokens": ("TokenFile", "write_tokens"), "send_to_trackers": ("Trackers", "facts_of"),
+    "trackers": ("TrackedRun", "Tracker"),
 }  # fmt: skip
 
 __getattr__, __dir__ = lazily(__name__, _HOMES)

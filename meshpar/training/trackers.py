@@ -1,4 +1,8 @@
-"""meshpar's own trackers: TensorBoard, Weights & Biases, Trackio and MLflow."""
+"""Trackers: plugins that show a run's records elsewhere; TensorBoard, Weights & Biases, Trackio and MLflow.
+
+A plugin (entry-point group ``meshpar.trackers``) is called with a :class:`TrackedRun` and its options. An optional
+member ``requires`` is the package that it needs and meshpar's extra that installs it.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,46 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, Protocol, final
 
 from meshpar.core.errors import MeshparError
 from meshpar.process.imports import need
 from meshpar.training.metrics import Ended, Metrics
-from meshpar.training.tracking import TrackedRun
 
 _ROOM = 32 << 20  # bytes on the disk for what W&B and Trackio have in memory
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """The facts of a run that a tracker gets.
+
+    Attributes:
+        name, folder: of the run.
+        id: the same at each start of the run.
+        step: the last step that counts; later ones that the tracker has, of a start that failed, are void.
+        facts: ``recipe``, ``plan``, ``environment`` and ``commit``, as far as they are known; plain data.
+    """
+
+    name: str
+    id: str
+    folder: Path
+    step: int
+    facts: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """A tracker, as a protocol. One thread makes it and calls it; an error or a delay here affects nothing else."""
+
+    def send(self, records: Sequence[Metrics]) -> None:
+        """Take records in order: ``step``, ``time`` (seconds since 1970), finite values. After an error they are sent
+        again to a new tracker; one that is refused alone, while a later one is taken, is set aside.
+        """
+
+    def close(self, ended: Ended) -> None:
+        """Send what is left, and end; ``ended`` is ``"stopped"`` also where a new tracker follows after an error."""
 
 
 def _values(record: Metrics) -> dict[str, float]:

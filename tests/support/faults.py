@@ -43,7 +43,7 @@ from meshpar.training import (
     build_adamw,
     generate,
     log_likelihoods,
-    tracking,
+    send_to_trackers,
     validating,
     write_tokens,
 )
@@ -499,8 +499,8 @@ class Losses:
 def train(folder: Path, fault: Fault | None, ranks: int, *, keep: int | None = 2) -> int:
     """Train, or resume, and return the exit code; write the digests of the restored step and of the end."""
     torch.set_num_threads(1)
-    tracking._RETRY_S = tracking._PAUSE_S = 0.02
-    tracking.PATIENCE_S = tracking._CLOSE_S = 0.3
+    send_to_trackers._RETRY_S = send_to_trackers._PAUSE_S = 0.02
+    send_to_trackers.PATIENCE_S = send_to_trackers._CLOSE_S = 0.3
     validating._LAST_S, validating._LOOK_S = 0.3, 0.05
     with meshpar.distributed("cpu", timeout_s=60):
         config = TransformerConfig(

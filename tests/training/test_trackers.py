@@ -19,8 +19,8 @@ import pytest
 
 from meshpar.core import registry
 from meshpar.core.errors import MeshparError
-from meshpar.training import TrackedRun, Trackers, trackers, tracking
-from meshpar.training.tracking import commit_of
+from meshpar.training import TrackedRun, Trackers, send_to_trackers, trackers
+from meshpar.training.send_to_trackers import commit_of
 from tests.support.patience import patient, until
 
 HERE = "tests.training.test_trackers"
@@ -61,8 +61,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch):
     Board.error = ConnectionError("the service is down")
     Board.fails.clear()
     Board.hangs.clear()
-    monkeypatch.setattr(tracking, "_RETRY_S", 0.02)
-    monkeypatch.setattr(tracking, "_PAUSE_S", 0.02)
+    monkeypatch.setattr(send_to_trackers, "_RETRY_S", 0.02)
+    monkeypatch.setattr(send_to_trackers, "_PAUSE_S", 0.02)
     yield
     Board.hangs.clear()
     Board.fails.clear()
@@ -139,7 +139,7 @@ def test_a_tracker_that_is_replaced_is_closed_and_each_outage_is_told_once(tmp_p
 
 
 def test_a_tracker_that_cannot_be_closed_is_left(tmp_path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(tracking, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(send_to_trackers, "_CLOSE_S", 0.05)
     board = Trackers(tmp_path, {f"{HERE}.Board": {}})
     until(lambda: Board.runs)
     Board.fails.set()
@@ -165,7 +165,7 @@ def test_a_record_that_is_refused_is_set_aside_by_name_and_others_arrive(tmp_pat
 
 
 def test_no_record_is_set_aside_while_the_service_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_LONGEST_S", 0.02)
+    monkeypatch.setattr(send_to_trackers, "_LONGEST_S", 0.02)
     Board.fails.set()
     board = Trackers(tmp_path, {f"{HERE}.Board": {}})
     report(board, 1, 2, 3)
@@ -201,7 +201,7 @@ def test_a_marker_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypa
 
 
 def test_a_tracker_that_hangs_slows_no_step_and_the_next_start_sends_the_rest(tmp_path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(send_to_trackers, "PATIENCE_S", 0.1)
     board = Trackers(tmp_path, {f"{HERE}.Board": {}})
     report(board, 1)
     until(lambda: steps() == [1])
@@ -217,7 +217,7 @@ def test_a_tracker_that_hangs_slows_no_step_and_the_next_start_sends_the_rest(tm
     until(lambda: not any(thread.name.startswith("meshpar-tracker") for thread in threading.enumerate()))
     Board.fails.clear()
     Board.got.clear()
-    monkeypatch.setattr(tracking, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(send_to_trackers, "PATIENCE_S", 30.0)
     # the run was set back to step 150, of which the tracker knows the first
     again = Trackers(tmp_path, {f"{HERE}.Board": {}}, step=150)
     report(again, 151)
@@ -310,7 +310,7 @@ def test_a_tracker_that_is_not_there_is_an_error_at_once(tmp_path: Path, monkeyp
 
 def test_wandb_offline_has_records_config_and_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
-    monkeypatch.setattr(tracking, "PATIENCE_S", 120.0)
+    monkeypatch.setattr(send_to_trackers, "PATIENCE_S", 120.0)
     for last in (2, 3):
         board = Trackers(
             tmp_path, {"wandb": {"project": "lm", "mode": "offline"}}, step=last - 2, facts={"recipe": {"seed": 7}}
@@ -340,7 +340,7 @@ def test_wandb_without_a_key_warns_once_and_keeps_the_records(tmp_path, monkeypa
 def test_trackio_has_records_config_and_one_run(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which is read at the import
     trackio = pytest.importorskip("trackio")
-    monkeypatch.setattr(tracking, "PATIENCE_S", 120.0)
+    monkeypatch.setattr(send_to_trackers, "PATIENCE_S", 120.0)
     for last in (2, 3):
         board = Trackers(tmp_path, {"trackio": {"project": "lm"}}, step=last - 2, facts={"recipe": {"seed": 7}})
         report(board, last - 1, last)
@@ -366,7 +366,7 @@ def test_trackio_has_records_config_and_one_run(tmp_path, monkeypatch, caplog) -
 def test_mlflows_server_gets_later_what_came_while_it_was_down(tmp_path, monkeypatch, caplog) -> None:
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("flask")  # mlflow-skinny has no server
-    monkeypatch.setattr(tracking, "PATIENCE_S", 120.0)
+    monkeypatch.setattr(send_to_trackers, "PATIENCE_S", 120.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -408,7 +408,7 @@ def test_mlflows_server_gets_later_what_came_while_it_was_down(tmp_path, monkeyp
 
 def test_mlflow_has_metrics_parameters_and_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setattr(tracking, "PATIENCE_S", 120.0)
+    monkeypatch.setattr(send_to_trackers, "PATIENCE_S", 120.0)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     for last in (2, 3):
         board = Trackers(

@@ -1,8 +1,5 @@
-"""Trackers: plugins that show a run's records elsewhere. A thread sends them from ``metrics.jsonl``, so that a tracker
-that is down, slow or full never stops or slows a step.
-
-A plugin (entry-point group ``meshpar.trackers``) is called with a :class:`TrackedRun` and its options. An optional
-member ``requires`` is the package that it needs and meshpar's extra that installs it.
+"""Send a run's records to trackers (``trackers.py``). A thread sends them from ``metrics.jsonl``, so that one that
+is down, slow or full never stops or slows a step.
 """
 
 from __future__ import annotations
@@ -16,11 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -32,6 +29,7 @@ from meshpar.process.imports import need
 from meshpar.process.leftovers import write_durably
 from meshpar.process.secrets import redacted
 from meshpar.training.metrics import Ended, JsonLines, Metrics
+from meshpar.training.trackers import TrackedRun, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -44,37 +42,6 @@ _PAUSE_S, _RETRY_S, _LONGEST_S = 5.0, 1.0, 60.0  # between two sends; after an e
 _TRIES = 3  # of a record alone, before one after it is tried
 _CLOSE_S = 5.0
 _GIT_S = 10.0
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackedRun:
-    """The facts of a run that a tracker gets.
-
-    Attributes:
-        name, folder: of the run.
-        id: the same at each start of the run.
-        step: the last step that counts; later ones that the tracker has, of a start that failed, are void.
-        facts: ``recipe``, ``plan``, ``environment`` and ``commit``, as far as they are known; plain data.
-    """
-
-    name: str
-    id: str
-    folder: Path
-    step: int
-    facts: Mapping[str, Any]
-
-
-class Tracker(Protocol):
-    """A tracker, as a protocol. One thread makes it and calls it; an error or a delay here affects nothing else."""
-
-    def send(self, records: Sequence[Metrics]) -> None:
-        """Take records in order: ``step``, ``time`` (seconds since 1970), finite values. After an error they are sent
-        again to a new tracker; one that is refused alone, while a later one is taken, is set aside.
-        """
-
-    def close(self, ended: Ended) -> None:
-        """Send what is left, and end; ``ended`` is ``"stopped"`` also where a new tracker follows after an error."""
 
 
 @final
