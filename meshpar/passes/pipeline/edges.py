@@ -49,7 +49,6 @@ class Edges:
         # digests of what ``loss`` has given the module in this step, for each chunk, on the device
         self.inputs: list[list[Tensor | int]] = [[] for _ in portion.chunks]
         self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
-        self._versions = list[int]()  # of what it has handed on
         self._next = 0  # the number of the block that the forward has to call
         # a forward draws random numbers by the number of its micro-batch and the names of its blocks
         self._state, self.by_sample = LossState(), False
@@ -77,7 +76,7 @@ class Edges:
             return value
         except StageEndsError:
             self._state.end(device, with_call=True)
-            if any(value._version != version for value, version in zip(turn.left, self._versions, strict=True)):
+            if any(value._version != version for value, version in zip(turn.left, turn.versions, strict=True)):
                 raise MeshparError(_WRITES) from None
             return None
         except RuntimeError as error:
@@ -267,7 +266,7 @@ class Edges:
         several = isinstance(output, tuple | list)
         self.portion.carried.width = len(output) - 1 if several else -1
         self.turn.left = [output[0] if several else output, *(self._results[result] for result in gives)]
-        self._versions = [value._version for value in self.turn.left]
+        self.turn.versions = [value._version for value in self.turn.left]
         self.transfers.send(self.turn, [value.detach() for value in self.turn.left])
 
 
