@@ -102,17 +102,15 @@ def check_recipe(
 
 def forecast_recipe(
     source: str, overrides: Sequence[str], hardware: str, *, nodes: int | None, gpus_per_node: int | None,
-    elastic: str | None, search: bool, full: bool, html: Path | None, json_file: Path | None, trust: bool,
+    elastic: str | None, search: bool, seconds: float, full: bool, trust: bool,
+    html: Path | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Print the forecast of a recipe or a shape, or the ranking of a search, and write it to files."""
-    profile = Hardware.load(hardware)
-    if gpus_per_node is not None:
-        profile = dataclasses.replace(profile, node=gpus_per_node)
-    ranks = None if nodes is None and gpus_per_node is None else (nodes or 1) * profile.node
+    profile, ranks = profile_and_ranks(hardware, nodes, gpus_per_node)
     recipe = recipe_or_shape(source, overrides, trust=trust)
     ranks = ranks or ranks_of(recipe.mesh, profile, search=search)
     forecasts: Sequence[Forecast]
-    ranking = _search_plans(recipe, profile, ranks, elastic) if search else None
+    ranking = _search_plans(recipe, profile, ranks, elastic, seconds) if search else None
     if ranking is not None:
         forecasts = ranking.best
         print(ranking_text(ranking), forecasts[0], sep="\n")
@@ -126,6 +124,21 @@ def forecast_recipe(
         print(forecasts[0])
         if without is not None:
             print(_recomputation(forecasts[0], without))
+    write_reports(forecasts, ranking, html, json_file)
+
+
+def profile_and_ranks(hardware: str, nodes: int | None, gpus_per_node: int | None) -> tuple[Hardware, int | None]:
+    """Return the profile with nodes of a size, and the number of ranks where the options say it."""
+    profile = Hardware.load(hardware)
+    if gpus_per_node is not None:
+        profile = dataclasses.replace(profile, node=gpus_per_node)
+    return profile, None if nodes is None and gpus_per_node is None else (nodes or 1) * profile.node
+
+
+def write_reports(
+    forecasts: Sequence[Forecast], ranking: Ranking | None, html: Path | None, json_file: Path | None
+) -> None:
+    """Write forecasts to files, and print where."""
     if html is not None:
         html.write_text(page(forecasts, ranking), encoding="utf-8")
         print(f"report: {html}")
@@ -134,7 +147,7 @@ def forecast_recipe(
         print(f"data: {json_file}")
 
 
-def _search_plans(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | None) -> Ranking:
+def _search_plans(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | None, seconds: float) -> Ranking:
     """Return the ranking of plans for a recipe; raises MeshparError where none fits, or the search is not for it."""
     if elastic is not None:
         check_elastic(elastic)
@@ -148,7 +161,9 @@ def _search_plans(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | 
     with show_parts("steps simulated") as advance:
         batch = build.batch_of(recipe, plan, ranks)
         layout, replicas = registry.layout_for(model), elastic is not None
-        ranking = search_plans(model, layout, batch, profile, ranks, plan=plan, progress=advance, elastic=replicas)
+        ranking = search_plans(
+            model, layout, batch, profile, ranks, plan=plan, progress=advance, elastic=replicas, seconds=seconds
+        )
     if not ranking.best:
         nearest = min(ranking.out, key=lambda candidate: candidate.peak or float("inf"))
         raise MeshparError(

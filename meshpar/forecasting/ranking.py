@@ -103,11 +103,16 @@ class Candidate(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """Forecasts of the best, groups of alike speed (fastest first, what fits before what may fit), and what is out."""
+    """Forecasts of the best, groups of alike speed (fastest first, what fits before what may fit), and what is out.
+
+    Of the steps that the search wanted, ``simulated`` were: fewer where its time was up.
+    """
 
     best: tuple[Forecast, ...]
     groups: tuple[tuple[Candidate, ...], ...]
     out: tuple[Candidate, ...]
+    simulated: int = 0
+    wanted: int = 0
 
     @property
     def fitting(self) -> tuple[Candidate, ...]:
@@ -140,7 +145,13 @@ def ranking_text(ranking: Ranking) -> str:
     count = Counter(candidate.verdict for candidate in ranking.fitting)
     least, largest = RESERVED_RANGE
     counted = f"{count['fits']} settings fit, {count['may fit']} may fit, {len(ranking.out)} do not"
-    lines = [f"{counted} (an allocator reserves {least} to {largest} times the peak of tensors)"]
+    lines = list[str]()
+    if ranking.simulated < ranking.wanted:
+        lines.append(
+            f"the search's time was up after {ranking.simulated} of {ranking.wanted} steps to simulate, and other "
+            "settings may be faster; give it more: --seconds"
+        )
+    lines.append(f"{counted} (an allocator reserves {least} to {largest} times the peak of tensors)")
     for number, group in enumerate(ranking.groups[:3]):
         shown = _SHOWN if number == 0 else _SHOWN // 2
         lines.append(f"{group_title(ranking.groups, number)}:")

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
@@ -33,6 +34,7 @@ from meshpar.plan import Plan
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
 STAGES = (2, 4, 8, 16)
+_SIMULATING = 0.75  # part of a search's time after which it replays the best that it has found
 LONG = 16384  # tokens of a sample from which the search also splits sequences over cp
 
 
@@ -44,6 +46,7 @@ class _Family(NamedTuple):
     reshard: bool
 
 
+_SomeTraces = Callable[[Sequence[Simulation]], list[Trace | None]]  # None: the time was up
 _Pairs = dict[tuple[_Family, int], tuple[Trace, Trace]]  # a family and a micro-batch -> the traces of its probes
 
 
@@ -62,6 +65,7 @@ def search(
     progress: Callable[[str, int, int], None] | None = None,
     elastic: bool = False,
     stages: Sequence[int] = STAGES,
+    seconds: float | None = None,
 ) -> Ranking:
     """Rank every legal mesh and setting for ``world_size`` ranks in whole nodes.
 
@@ -75,18 +79,18 @@ def search(
         progress: called every half second with what is simulated, the steps done and the steps in all.
         elastic: the replicas are jobs of their own, each inside of a node.
         stages: sizes of ``pp`` to try.
+        seconds: bound on the search. A quarter of it is kept to replay the best of what was simulated by then: one of
+            them, if the bound was met. None: no bound.
 
     Raises:
-        MeshparError: no mesh is legal, or the model's blocks are not alike.
+        MeshparError: no mesh is legal, the model's blocks are not alike, or nothing that was simulated in ``seconds``
+            fits.
     """
     depths, (rest, base) = Depths(model, layout), _keep(plan, world_size, elastic=elastic)
     question = _Search(model, layout, depths, batch, hardware, rest, base)
     workers = workers or min(8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
-
-    def simulates(what: str) -> Simulate:
-        report = None if progress is None else functools.partial(progress, what)
-        return functools.partial(simulate, workers=workers, progress=report)
-
+    limit = _TimeLimit(seconds, workers, progress)
+    simulates = limit.simulates
     degrees, candidates = _degrees(question)
     if not degrees:
         raise MeshparError("no mesh is legal: " + "; ".join(candidate.problem for candidate in candidates))
@@ -105,6 +109,11 @@ def search(
     if stages and not elastic:
         families = itertools.starmap(_Family, itertools.product(degrees, recompute, (True, False)))
         candidates += _staged(question, list(families), min(micro_batches), stages, simulates("pp"))
+    if limit.is_over and all(candidate.problem for candidate in candidates):
+        raise MeshparError(
+            f"no setting fits of {limit.done} of {limit.wanted} steps that were simulated in {seconds:g} seconds; give "
+            "the search more: --seconds"
+        )
     if not candidates:
         raise MeshparError(
             f"{world_size} ranks are one replica, in nodes of {hardware.node}, and --elastic=replicas needs two; use "
@@ -112,12 +121,44 @@ def search(
         )
     groups = alike(candidate for candidate in candidates if not candidate.problem)
     out = tuple(candidate for candidate in candidates if candidate.problem)
-    first = [candidate.settings for group in groups for candidate in group][:top]
+    first = [candidate.settings for group in groups for candidate in group][: 1 if limit.is_over else top]
     chosen = [_simulation(question, settings, ranks_per_node=hardware.node) for settings in first]
-    traces = traces_of(chosen, layout, question.depths, simulates("the best"))
+    traces = traces_of(chosen, layout, question.depths, limit.simulates_all("the best"))
     best = [evaluated(trace, hardware, job, replayed) for job, (trace, replayed) in zip(chosen, traces)]
     best.sort(key=lambda forecast: (not forecast.fits, -forecast.cost.tokens_per_second))
-    return Ranking(best=tuple(best), groups=groups, out=out)
+    return Ranking(best=tuple(best), groups=groups, out=out, simulated=limit.done, wanted=limit.wanted)
+
+
+@final
+class _TimeLimit:
+    """Simulates until a search's time is up, and counts the steps that it came to."""
+
+    def __init__(self, seconds: float | None, workers: int, progress: Callable[[str, int, int], None] | None) -> None:
+        self._until = None if seconds is None else time.monotonic() + _SIMULATING * seconds
+        self._workers, self._progress = workers, progress
+        self.done = self.wanted = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.done < self.wanted
+
+    def simulates(self, what: str) -> _SomeTraces:
+        """Return a function that simulates until the time is up; ``what`` is for the progress."""
+
+        def run(jobs: Sequence[Simulation]) -> list[Trace | None]:
+            traces = simulate(jobs, workers=self._workers, progress=self._reports(what), until=self._until)
+            self.done += sum(trace is not None for trace in traces)
+            self.wanted += len(traces)
+            return traces
+
+        return run
+
+    def simulates_all(self, what: str) -> Simulate:
+        """Return a function that simulates to the end."""
+        return functools.partial(simulate, workers=self._workers, progress=self._reports(what))
+
+    def _reports(self, what: str) -> Callable[[int, int], None] | None:
+        return None if self._progress is None else functools.partial(self._progress, what)
 
 
 def _keep(plan: Plan | None, world_size: int, *, elastic: bool) -> tuple[int, Settings]:
@@ -180,7 +221,7 @@ def _split_in_nodes(question: _Search) -> Iterator[_Search]:
 
 
 def _candidates(
-    question: _Search, families: Iterable[_Family], micro_batches: Sequence[int], simulates: Simulate
+    question: _Search, families: Iterable[_Family], micro_batches: Sequence[int], simulates: _SomeTraces
 ) -> Iterator[Candidate]:
     """Yield all settings of some families with estimates; if nothing fits, larger micro-batches are not simulated."""
     count = sum(parameter.numel() for parameter in question.model.parameters())
@@ -193,7 +234,8 @@ def _candidates(
         alive = [family for family in least if question.hardware.verdict(least[family]) != "does not fit"]
         wanted = list(itertools.product(alive, sizes))
         probed |= _probe(question, [key for key in wanted if not _widen(probed, *key)], simulates)
-        for (family, size), trace in _deepen(question, wanted, probed, simulates).items():
+        in_time = [key for key in wanted if key in probed]
+        for (family, size), trace in _deepen(question, in_time, probed, simulates).items():
             estimates = list(_estimates(question, probed[family, size], trace.memory(), family, size))
             least[family] = max(least[family], min((candidate.peak for candidate in estimates), default=0))
             yield from estimates if size in micro_batches else ()
@@ -214,7 +256,7 @@ def _out(settings: Settings, peak: int, problem: str) -> Candidate:
 
 def _widen(probed: _Pairs, family: _Family, size: int) -> bool:
     """Add the traces of a micro-batch from those of 1 and 2, and return whether that was possible."""
-    if size <= 2:
+    if size <= 2 or not {(family, 1), (family, 2)} <= probed.keys():
         return False
     try:
         few, more = (widened(single, two, size) for single, two in zip(probed[family, 1], probed[family, 2]))
@@ -224,16 +266,17 @@ def _widen(probed: _Pairs, family: _Family, size: int) -> bool:
     return True
 
 
-def _probe(question: _Search, wanted: Sequence[tuple[_Family, int]], simulates: Simulate) -> _Pairs:
+def _probe(question: _Search, wanted: Sequence[tuple[_Family, int]], simulates: _SomeTraces) -> _Pairs:
     pairs = [probes(_typical(question, *family), question.depths) for family in wanted]
     if any(len(pair) != 2 for pair in pairs):
         raise MeshparError(f"a model of {question.depths.blocks} blocks has none to spare for probes; {ONE_BY_ONE}")
-    traces = iter(simulates([job for pair in pairs for job in pair]) if pairs else [])
-    return {family: (next(traces), next(traces)) for family in wanted}
+    traces = iter(simulates([job for pair in pairs for job in pair]))
+    probed = {family: (next(traces), next(traces)) for family in wanted}
+    return {family: (few, more) for family, (few, more) in probed.items() if few is not None and more is not None}
 
 
 def _deepen(
-    question: _Search, wanted: Sequence[tuple[_Family, int]], probed: _Pairs, simulates: Simulate
+    question: _Search, wanted: Sequence[tuple[_Family, int]], probed: _Pairs, simulates: _SomeTraces
 ) -> dict[tuple[_Family, int], Trace]:
     """Return traces of the whole depth; what cannot be extrapolated is simulated, and joins ``probed``."""
     whole, uneven = dict[tuple[_Family, int], Trace](), list[tuple[_Family, int]]()
@@ -242,8 +285,9 @@ def _deepen(
             whole[family] = deepened(*probed[family], question.depths.blocks)
         except MeshparError:  # what the blocks add stands in several places of the step
             uneven.append(family)
-    for family, trace in zip(uneven, simulates([_typical(question, *family) for family in uneven]) if uneven else []):
-        probed[family], whole[family] = (trace, trace), trace
+    for family, trace in zip(uneven, simulates([_typical(question, *family) for family in uneven])):
+        if trace is not None:
+            probed[family], whole[family] = (trace, trace), trace
     return whole
 
 
@@ -321,7 +365,7 @@ def _estimates(
 
 
 def _staged(
-    question: _Search, families: Sequence[_Family], size: int, stages: Sequence[int], simulates: Simulate
+    question: _Search, families: Sequence[_Family], size: int, stages: Sequence[int], simulates: _SomeTraces
 ) -> Iterator[Candidate]:
     """Yield the settings over stages, with what they are estimated to do, or why the model cannot be cut."""
     jobs, replicas = list[Simulation](), 2 if question.replicates else 1
@@ -340,7 +384,10 @@ def _staged(
             return
     traces = iter(simulates(jobs))
     for family in families:
-        probed = Stages(next(traces), next(traces))
+        few, more = next(traces), next(traces)
+        if few is None or more is None:
+            continue
+        probed = Stages(few, more)
         for count in (count for count in stages if question.world_size % (family.tp * count) == 0):
             for settings in _splits(question, family, size, count):
                 moved = functools.partial(on_mesh, replicas=settings.replicas, shards=settings.shards)

@@ -11,11 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, BinaryIO, Literal, final, overload
 
 import torch
 from torch import nn
@@ -73,38 +74,57 @@ class Simulation:
         return MeshSpec({**inner.axes, "dp_replicate": self.replicas}, ranks_per_node=inner.ranks_per_node)
 
 
+@overload
 def simulate(
     jobs: Sequence[Simulation], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
-) -> list[Trace]:
+) -> list[Trace]: ...
+
+
+@overload
+def simulate(
+    jobs: Sequence[Simulation], *, workers: int, progress: Callable[[int, int], None] | None, until: float | None
+) -> list[Trace | None]: ...
+
+
+def simulate(
+    jobs: Sequence[Simulation],
+    *,
+    workers: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+    until: float | None = None,
+) -> Any:
     """Return the traces of ``jobs``, simulated in ``workers`` processes; ``progress`` gets the jobs done and in all.
 
-    ProcessPoolExecutor's workers would import the caller's script, and the interpreter would wait for them at its end.
+    At ``until`` (of ``time.monotonic()``) those that are not done are None.
     """
-    if not jobs:
-        return []
+    if not jobs or (until is not None and time.monotonic() >= until):
+        return [None] * len(jobs)
     share = min(max(1, workers), len(jobs))
-    with tempfile.TemporaryDirectory(prefix="meshpar-forecast-") as folder:
+    # ProcessPoolExecutor's workers would import the caller's script, and the interpreter would wait for them
+    with tempfile.TemporaryDirectory(prefix="meshpar-forecast-") as folder, ExitStack() as stack:
         places = [Path(folder) / str(number) for number in range(share)]
         for number, where in enumerate(places):
             _send(jobs[number::share], where)
+            where.with_suffix(".traces").touch()
+        answers = [_Answer(stack.enter_context(where.with_suffix(".traces").open("rb"))) for where in places]
         # On Linux the workers are forked from one, which loads torch and the passes once.
         running = [_start(some) for some in ([places] if sys.platform == "linux" else [[where] for where in places])]
-        results: list[Any] = [None] * len(jobs)
-        try:
-            while progress is not None and any(process.poll() is None for process in running):
-                counts = (path.with_suffix(".done") for path in places)
-                progress(sum(count.stat().st_size for count in counts if count.exists()), len(jobs))
-                time.sleep(_LOOK_S)
-            ended = [process.wait() for process in running]
-            for number, where in enumerate(places):
-                results[number::share] = _collect(where, places, ended)
-        finally:
-            for process in running:
-                assert process.stdin is not None
-                process.stdin.close()
-                process.kill()
-                process.wait()
-    return results
+        for process in running:
+            stack.callback(_end, process)
+        while True:
+            ended = [process.poll() for process in running]
+            done = sum(len(answer.read()) for answer in answers)
+            if None not in ended or (until is not None and time.monotonic() >= until):
+                break
+            if progress is not None:
+                progress(done, len(jobs))
+            time.sleep(_LOOK_S)
+        if done < len(jobs) and None not in ended:
+            raise _without_answer(places, ended)
+        traces: list[Trace | None] = [None] * len(jobs)
+        for number, answer in enumerate(answers):
+            traces[number : number + share * len(answer.traces) : share] = answer.traces
+    return traces
 
 
 def _send(jobs: Sequence[Simulation], where: Path) -> None:
@@ -147,17 +167,40 @@ def read_jobs(where: Path) -> Iterator[Simulation]:
     return map(pickle.loads, jobs)
 
 
-def _collect(where: Path, places: Sequence[Path], ended: Sequence[int]) -> list[Trace]:
-    answer = where.with_suffix(".traces")
-    if not answer.exists():
-        files = [file for path in places if (file := path.with_suffix(".err")).exists()]
-        lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-        code = f"exit code {max(ended, key=abs)}"
-        raise MeshparError(f"the simulation ended without an answer, {code}: " + "\n".join(lines[-15:]))
-    result = pickle.loads(answer.read_bytes())
-    if isinstance(result, Exception):
-        raise result
-    return result
+@final
+class _Answer:
+    """The traces that a worker writes one after the other."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.traces: list[Trace] = []
+
+    def read(self) -> list[Trace]:
+        """Return the traces until now; raises the error of one."""
+        while True:
+            start = self._file.tell()
+            try:
+                result = pickle.load(self._file)
+            except (EOFError, pickle.UnpicklingError):  # that one is being written
+                self._file.seek(start)
+                return self.traces
+            if isinstance(result, Exception):
+                raise result
+            self.traces.append(result)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    process.kill()
+    process.wait()
+
+
+def _without_answer(places: Sequence[Path], ended: Sequence[int | None]) -> MeshparError:
+    files = [file for path in places if (file := path.with_suffix(".err")).exists()]
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
+    code = f"exit code {max((code or 0 for code in ended), key=abs)}"
+    return MeshparError(f"the simulation ended without an answer, {code}: " + "\n".join(lines[-15:]))
 
 
 @final

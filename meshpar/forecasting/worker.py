@@ -14,8 +14,7 @@ from pathlib import Path
 from meshpar._torch.simulated_device import load_collectives
 from meshpar.core.errors import MeshparError
 from meshpar.forecasting import device
-from meshpar.forecasting.simulate import Simulation, read_jobs, run
-from meshpar.forecasting.trace import Trace
+from meshpar.forecasting.simulate import read_jobs, run
 
 
 def main(places: Sequence[Path]) -> int:
@@ -33,28 +32,21 @@ def main(places: Sequence[Path]) -> int:
 
 
 def answer(where: Path) -> None:
-    """Run the jobs pickled at ``where``.jobs; count them in ``where``.done, leave the answer at ``where``.traces."""
+    """Run the jobs pickled at ``where``.jobs; append each trace, or the error of one, to ``where``.traces."""
     threading.Thread(target=_end_with_who_asked, daemon=True).start()
-
-    def counted(job: Simulation) -> Trace:
-        trace = run(job)
-        with where.with_suffix(".done").open("ab") as done:
-            done.write(b".")
-        return trace
-
-    outcome: object
-    try:
-        jobs = read_jobs(where)
-        device.install()
-        outcome = [counted(job) for job in jobs]
-    except MeshparError as error:
-        outcome = error
-    except Exception as error:  # noqa: BLE001  whatever a model raises is handed to who asked
-        lines = traceback.format_exc().splitlines()
-        outcome = MeshparError(f"the simulated step failed: {type(error).__name__}: {error}\n" + "\n".join(lines[-12:]))
-    temporary = where.with_suffix(".part")
-    temporary.write_bytes(pickle.dumps(outcome))
-    temporary.rename(where.with_suffix(".traces"))
+    with where.with_suffix(".traces").open("wb") as traces:
+        try:
+            jobs = read_jobs(where)
+            device.install()
+            for job in jobs:
+                pickle.dump(run(job), traces)
+                traces.flush()
+        except MeshparError as error:
+            pickle.dump(error, traces)
+        except Exception as error:  # noqa: BLE001  whatever a model raises is handed to who asked
+            lines = traceback.format_exc().splitlines()[-12:]
+            message = f"the simulated step failed: {type(error).__name__}: {error}\n" + "\n".join(lines)
+            pickle.dump(MeshparError(message), traces)
 
 
 def _end_with_who_asked() -> None:

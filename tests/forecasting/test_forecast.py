@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -386,33 +387,81 @@ def test_a_search_over_stages_estimates_what_a_forecast_of_the_plan_says():
         assert best.peak == pytest.approx(alone.memory.peak, rel=0.05), str(best.settings)
 
 
+def made_up(jobs):
+    """Traces in which experts that are divided compute a tenth of the time."""
+    meshes = [(dict(simulation.plan.mesh.axes), simulation.batch.micro_batch) for simulation in jobs]
+    work = [
+        Event(kind="compute", name="mm", flops=10**11 if "ep" in axes else 10**12, shape=(1, 64, 64, 64))
+        for axes, _ in meshes
+    ]
+    return [
+        Trace(
+            axes=axes, depth=2, tokens=64 * samples, data_size=math.prod(size for axis, size in axes.items() if axis != "tp"),
+            held={}, exact={}, parameters=1, phases=(Phase(name="forward", events=(event,)),),
+        )
+        for (axes, samples), event in zip(meshes, work)
+    ]  # fmt: skip
+
+
+def searched(experts, **options):
+    model = transformer(replace(SMALL, experts=experts, qk_norm=True))
+    node = replace(Hardware.load("h100"), node=6)
+    asked = {"recompute": ("none",), "micro_batches": (1, 2), **options}
+    return search_module.search(model, model.meshpar_layout(), Batch(sequence=64), node, 6, **asked)
+
+
 def test_a_search_tries_ep_for_mixtures(monkeypatch):
     heard = []
 
-    def traced(jobs, workers, progress):
+    def traced(jobs, workers, progress, until=None):
         progress(len(jobs), len(jobs))
-        meshes = [(dict(simulation.plan.mesh.axes), simulation.batch.micro_batch) for simulation in jobs]
-        work = [
-            Event(kind="compute", name="mm", flops=10**11 if "ep" in axes else 10**12, shape=(1, 64, 64, 64))
-            for axes, _ in meshes
-        ]
-        return [
-            Trace(
-                axes=axes, depth=2, tokens=64 * samples, data_size=math.prod(size for axis, size in axes.items() if axis != "tp"),
-                held={}, exact={}, parameters=1, phases=(Phase(name="forward", events=(event,)),),
-            )
-            for (axes, samples), event in zip(meshes, work)
-        ]  # fmt: skip
+        return made_up(jobs)
 
     monkeypatch.setattr(search_module, "simulate", traced)
     for experts, mesh in ((6, {"dp_shard": 3, "ep": 2}), (0, {"dp_shard": 6})):
-        model = transformer(replace(SMALL, experts=experts, qk_norm=True))
-        node = replace(Hardware.load("h100"), node=6)
-        asked = {"recompute": ("none",), "micro_batches": (1, 2), "progress": lambda *counts: heard.append(counts)}
-        found = search_module.search(model, model.meshpar_layout(), Batch(sequence=64), node, 6, **asked)
+        found = searched(experts, progress=lambda *counts: heard.append(counts))
         assert found.fitting[0].settings.mesh().axes == found.best[0].mesh.axes == mesh
         assert found.fitting[0].tokens_per_second == pytest.approx(found.best[0].cost.tokens_per_second)
+        assert found.simulated == found.wanted and "time was up" not in ranking_text(found)
     assert {what for what, *_ in heard} == {"meshes of data and tp", "ep=2", "ep=3", "ep=6", "the best"}
+
+
+def test_a_search_whose_time_is_up_ranks_what_it_has_simulated(monkeypatch):
+    """And replays the best of it; with more time it finds a faster one."""
+    limits = []
+
+    def traced(jobs, workers, progress, until=None):
+        if until is None:  # the best
+            return made_up(jobs)
+        limits.append(until)
+        return made_up(jobs) if len(limits) <= 2 else [None] * len(jobs)  # micro-batches of 1
+
+    monkeypatch.setattr(search_module, "simulate", traced)
+    before = time.monotonic()
+    found = searched(6, seconds=40.0)
+    assert len(set(limits)) == 1 and 0 < limits[0] - before - 30.0 < 5.0, "a quarter is for the best"
+    assert len(found.best) == 1 and found.best[0].mesh.axes == {"dp_shard": 6}
+    assert {candidate.settings.micro_batch for candidate in found.fitting} == {1}
+    assert 0 < found.simulated < found.wanted
+    assert f"up after {found.simulated} of {found.wanted} steps to simulate" in ranking_text(found)
+    monkeypatch.setattr(search_module, "simulate", lambda jobs, until=None, **_: [None] * len(jobs))
+    with pytest.raises(MeshparError, match=r"no setting fits of 0 of \d+ steps .* in 40 seconds; give the search more"):
+        searched(6, seconds=40.0)
+    monkeypatch.setattr(search_module, "simulate", lambda jobs, until=None, **_: made_up(jobs))
+    assert searched(6, seconds=400.0).best[0].mesh.axes == {"dp_shard": 3, "ep": 2}
+
+
+def test_a_simulation_ends_at_its_time_with_the_traces_that_it_has(monkeypatch):
+    jobs, clock = [job(replace(SMALL, layers=2), "dp_shard=2", [FullyShard()])] * 40, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def advance(done, total):
+        clock[0] = 10.0 * done
+
+    traces = simulate(jobs, workers=1, progress=advance, until=5.0)
+    done = [trace for trace in traces if trace is not None]
+    assert 0 < len(done) < 40 and traces[: len(done)] == done
+    assert simulate(jobs, workers=1, progress=None, until=5.0) == [None] * 40, "none is begun"
 
 
 def test_groups_lie_where_rank_order_puts_them():

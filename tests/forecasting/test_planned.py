@@ -227,9 +227,9 @@ def test_where_no_setting_fits_more_nodes_do(tmp_path, monkeypatch):
     monkeypatch.setattr(search_module, "search", few)
     tiny = replace(Hardware.load("h100"), node=2, memory=4e5, reserved=0.0)
     monkeypatch.setattr(Hardware, "load", lambda source: tiny)
-    done = plan_command(tmp_path, "--search", "--nodes", "1")
+    done = plan_command(tmp_path, "--search", "--nodes", "1", "--seconds", "600")
     assert done.exit_code and "no setting fits 2 x h100; nearest: " in done.stderr and "; use more nodes" in done.stderr
-    done = plan_command(tmp_path, "--search", "--nodes", "4")
+    done = plan_command(tmp_path, "--search", "--nodes", "4", "--seconds", "600")
     assert done.exit_code == 0 and "on 8 x h100" in done.stdout, done.output
 
 

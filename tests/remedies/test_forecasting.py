@@ -155,6 +155,12 @@ def locally_defined():
 
 
 ROWS = [
+    Tested("up after {} of {} steps to simulate")
+    .by("tests/forecasting/test_forecast.py::test_a_search_whose_time_is_up_ranks_what_it_has_simulated")
+    .helps("give it more: --seconds", "seconds=400.0"),
+    Tested("no setting fits of {} of {} steps")
+    .by("tests/forecasting/test_forecast.py::test_a_search_whose_time_is_up_ranks_what_it_has_simulated")
+    .helps("give the search more: --seconds", "seconds=400.0"),
     Tested("has aliases (*name); write the values out")
     .by("tests/launchers/test_trust.py::test_a_file_without_its_aliases_is_read")
     .helps("write the values out", "replace('*speed', 'speed')"),
