@@ -12,18 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar.core.mesh import sizes_text
 from meshpar.losses.token_loss import IGNORE_INDEX, token_loss
 from meshpar.passes.data.whole_parameters import features_of
 from meshpar.passes.tensor.collectives import copy_to
 from meshpar.passes.tensor.context import Context, Style
 from meshpar.passes.tensor.parts import FeatureTable
 from meshpar.passes.tensor.styles import Colwise, Region
-from meshpar.step.calls import set_attribute, set_forward
+from meshpar.step.calls import set_forward
 
 _QUERIES = ("q", "query", "q_proj", "q_lin")
 _KEYS = ("k", "key", "k_proj", "k_lin")
 _VALUES = ("v", "value", "v_proj", "v_lin")
+_HEADS = ("n_heads", "num_heads", "num_attention_heads")
+_COUNTS = (*_HEADS, "inner_dim", "all_head_size", "split_size", "dim")
 _OUTPUTS = ("o", "o_proj", "out_proj", "out_lin", "output", "dense")
 # Names of the projections into and out of a feed-forward layer, relative to the module that holds both.
 _FEED_FORWARDS = (
@@ -111,41 +112,6 @@ class FullPositions(Style):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Heads(Style):
-    """A region around an attention whose attributes in ``counts`` become this rank's."""
-
-    local_inputs: tuple[str, ...] = ()
-    counts: tuple[str, ...] = (
-        *("n_heads", "num_heads", "num_attention_heads"),
-        *("inner_dim", "all_head_size", "split_size", "dim"),
-    )
-
-    is_region = True
-
-    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
-        for attribute, value in self._counted(module):
-            if value % size:
-                yield f"{name}.{attribute} is {value}, which tp={size} does not divide; {sizes_text('tp', value)}"
-
-    def length_in_parts(self, module: nn.Module) -> int:
-        return 0
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Make the counts this rank's, and make the region known before anything inside is installed."""
-        for attribute, value in self._counted(module):
-            set_attribute(module, attribute, value // context.parts)
-        context.regions[name] = Region(self.local_inputs)
-
-    def install(self, name: str, module: nn.Module, context: Context) -> None:
-        context.regions[name].install(name, module, context)
-
-    def _counted(self, module: nn.Module) -> list[tuple[str, int]]:
-        """Return the counts that the attention has, by their names."""
-        return [(name, value) for name in self.counts if isinstance(value := vars(module).get(name), int)]
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Head(Style):
     """The output projection; where logits stay split over the vocabulary, ``model.loss_function`` takes them."""
 
@@ -210,8 +176,8 @@ def _attention(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple
     width = sizes[chosen[0]][1]
     output = next((child_name for child_name in _OUTPUTS if sizes.get(child_name, (0, 0))[0] == width), None)
     embeddings = {child_name: child for child_name, child in children.items() if isinstance(child, nn.Embedding)}
-    counts = (vars(module).get(attribute) for attribute in ("n_heads", "num_heads", "num_attention_heads"))
-    heads = next((count for count in counts if isinstance(count, int)), None)
+    counts = {attribute: value for attribute in _COUNTS if isinstance(value := vars(module).get(attribute), int)}
+    heads = next((counts[attribute] for attribute in _HEADS if attribute in counts), None)
     tables = [child_name for child_name, child in embeddings.items() if child.embedding_dim == heads]
     if {inner.partition(".")[0] for inner, _ in module.named_parameters()} - {*chosen, *tables, output}:
         return  # a norm or a residual of its own inside (ALBERT's): its input is not only the projections'
@@ -220,7 +186,7 @@ def _attention(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple
     if output is None and (features_of(_module(model, outer)) or (0, 0))[0] != width:
         return
     yield outer if output is None else f"{name}.{output}", "rowwise"
-    yield name, Heads(("position_bias",))
+    yield name, Region(("position_bias",), counts=tuple(counts))
     yield from ((f"{name}.{child_name}", "colwise") for child_name in chosen)
     yield from ((f"{name}.{table}", FeatureTable(gather=False)) for table in tables)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshpar.core.layout import TensorLayout
 from meshpar.core.patterns import find_modules
-from meshpar.models.huggingface.styles import FullPositions, Head, Heads, LatentKeys, Refused, structural_table
+from meshpar.models.huggingface.styles import FullPositions, Head, LatentKeys, Refused, structural_table
 from meshpar.passes.data.whole_parameters import features_of
 from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts, Shared
 
@@ -214,7 +214,7 @@ def _gpt2_table(model: Any) -> dict[str, Any]:
     if model.config.add_cross_attention:
         return {}
     table: dict[str, Any] = {
-        f"{prefix}h.*.attn": Heads(counts=("split_size",)),
+        f"{prefix}h.*.attn": "region:split_size",
         f"{prefix}h.*.attn.c_attn": "packed_colwise:3",
         f"{prefix}h.*.attn.c_proj": "rowwise",
         f"{prefix}h.*.mlp": "region",

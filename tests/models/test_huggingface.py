@@ -15,8 +15,9 @@ from meshpar.core import patterns
 from meshpar.core.errors import LayoutError
 from meshpar.core.mesh import MeshSpec
 from meshpar.models.huggingface import from_config, layout_for
-from meshpar.models.huggingface.styles import FullPositions, Head, Heads
+from meshpar.models.huggingface.styles import FullPositions, Head
 from meshpar.passes.tensor.parts import Experts, Parts
+from meshpar.passes.tensor.styles import Region
 from meshpar.process.imports import quiet_imports
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.tiers import daily
@@ -45,7 +46,7 @@ LLAMA_TABLE = {
 QWEN3_TABLE = LLAMA_TABLE | {f"{LAYER}.self_attn.q_norm": "grad_sum", f"{LAYER}.self_attn.k_norm": "grad_sum"}
 GPT2_TABLE = {
     "transformer.wte": "vocab",
-    "transformer.h.*.attn": Heads(counts=("split_size",)),
+    "transformer.h.*.attn": "region:split_size",
     "transformer.h.*.attn.c_attn": "packed_colwise:3",
     "transformer.h.*.attn.c_proj": "rowwise",
     "transformer.h.*.mlp": "region",
@@ -208,7 +209,7 @@ def test_a_verified_structure_takes_the_place_of_a_plan() -> None:
     layout = layout_of(from_config(config("opt", ffn_dim=48, word_embed_proj_dim=32)))
     layer = "model.decoder.layers.*"
     assert layout.tensor.styles == {
-        f"{layer}.self_attn": Heads(("position_bias",)),
+        f"{layer}.self_attn": Region(("position_bias",), counts=("num_heads",)),
         **dict.fromkeys((f"{layer}.self_attn.{letter}_proj" for letter in "qkv"), "colwise"),
         f"{layer}.self_attn.out_proj": "rowwise",
         f"{layer}.fc1": "colwise",

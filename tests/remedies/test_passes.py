@@ -510,6 +510,9 @@ ROWS = [
     Row("{} uses max_norm, sparse or scale_grad_by_freq, which rows on several ranks cannot")
     .refuses(lambda: split(counted_embedding(True), embed="vocab"))
     .helps("turn them off", lambda: split(counted_embedding(False), embed="vocab")),
+    Tested("divides it; expected a whole number")
+    .by("tests/models/test_vision.py::test_a_layout_names_counts_that_the_module_has")
+    .helps("name attributes that count heads or features", 'problems("num_heads,attn_dim")'),
     Row("{} is no tensor-parallel style")
     .refuses(lambda: split(mlp__up=3))
     .helps("write a style's name", lambda: split(mlp__up="colwise"))

@@ -62,10 +62,10 @@ class TensorParallel(Pass):
             must be a multiple of the axis's size.
         loss_parallel: keep the logits split over the vocabulary, as a DTensor that :func:`meshpar.token_loss` accepts.
         styles: module pattern -> style, which replaces the entry of the layout's table. None removes the entry. The
-            styles are ``region``, ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``,
-            ``rowwise_split``, ``vocab``, ``features``, ``head``, ``sequence`` and ``grad_sum``. A pattern that names a
-            parameter (``blocks.*.attn.sinks``) supports ``per_head``, which splits the first dim, ``grad_sum``, and
-            None: whole, used with whole features.
+            styles are ``region``, ``region:ATTRIBUTE,...``, ``colwise``, ``packed_colwise:N``, ``colwise_gather``,
+            ``rowwise``, ``rowwise_split``, ``vocab``, ``features``, ``head``, ``sequence`` and ``grad_sum``. A pattern
+            that names a parameter (``blocks.*.attn.sinks``) supports ``per_head``, which splits the first dim,
+            ``grad_sum``, and None: whole, used with whole features.
         parts: number of equal parts in which features are computed on every mesh, a power of two that ``tp`` divides.
             The results then have the same bits for every size of ``tp``, also without ``tp``
             (docs/same_bits.md). None: one part a rank.

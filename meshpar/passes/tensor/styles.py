@@ -39,7 +39,7 @@ from meshpar.passes.tensor.collectives import (
 )
 from meshpar.passes.tensor.context import SEQUENCE_DIM, Context, Style
 from meshpar.passes.tensor.parts import FeatureTable
-from meshpar.step.calls import record, set_forward
+from meshpar.step.calls import record, set_attribute, set_forward
 
 
 @final
@@ -108,8 +108,25 @@ class Region(Style):
 
     # such as a position bias that an earlier layer computed
     local_inputs: tuple[str, ...] = ()
+    # attributes of the module, of heads or features, that become those of one part
+    counts: tuple[str, ...] = ()
 
     is_region = True
+
+    def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
+        for attribute in self.counts:
+            value = vars(module).get(attribute)
+            if not isinstance(value, int):
+                yield (
+                    f"{name}.{attribute} is {value!r}, and 'region:{','.join(self.counts)}' divides it; expected a "
+                    "whole number: name attributes that count heads or features"
+                )
+            elif value % size:
+                yield f"{name}.{attribute} is {value}, which tp={size} does not divide; {sizes_text('tp', value)}"
+
+    def shard(self, name: str, module: nn.Module, context: Context) -> None:
+        for attribute in self.counts:
+            set_attribute(module, attribute, vars(module)[attribute] // context.parts)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         # Not a forward hook: recomputation and FSDP2 hook the same module, and their hooks must see the input as it
@@ -340,9 +357,12 @@ def parse(text: Any) -> Style:
     name, _, argument = text.partition(":")
     if name == "packed_colwise" and argument.isdigit() and int(argument) > 1:
         return Colwise(parts=int(argument))
+    if name == "region" and all(map(str.isidentifier, counts := argument.split(","))):
+        return Region(counts=tuple(counts))
     if argument or name not in STYLES:
         raise ValueError(
-            f"no tensor-parallel style {text!r}; there are {', '.join(sorted(STYLES))} and packed_colwise:N"
+            f"no tensor-parallel style {text!r}; there are {', '.join(sorted(STYLES))}, packed_colwise:N and "
+            "region:ATTRIBUTE,..."
         )
     return STYLES[name]()
 
