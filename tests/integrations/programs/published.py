@@ -44,15 +44,20 @@ class Program:
 
     def read(self) -> str:
         """Return the text as published, from MESHPAR_PROGRAMS or by download; OSError where it cannot be had."""
-        (repository, commit), local = self.source, os.environ.get("MESHPAR_PROGRAMS")
-        if local is not None:
-            content = (Path(local) / repository / self.path).read_bytes()
-        else:
-            url = f"https://raw.githubusercontent.com/{repository}/{commit}/{self.path}"
-            with urllib.request.urlopen(url, timeout=20) as response:
-                content = response.read()
+        if self is PLAIN:
+            return (Path(__file__).parent / self.path).read_text(encoding="utf-8")
+        content = self.read_file(self.path)
         assert hashlib.sha256(content).hexdigest() == self.sha256, f"{self.path} is of another version"
         return content.decode()
+
+    def read_file(self, path: str) -> bytes:
+        """Return a file of the program's repository."""
+        (repository, commit), local = self.source, os.environ.get("MESHPAR_PROGRAMS")
+        if local is not None:
+            return (Path(local) / repository / path).read_bytes()
+        url = f"https://raw.githubusercontent.com/{repository}/{commit}/{path}"
+        with urllib.request.urlopen(url, timeout=20) as response:
+            return response.read()
 
     def repaired(self, text: str) -> str:
         """Return the text that runs on plain accelerate."""
@@ -167,3 +172,15 @@ PROGRAMS = {
         meshes=SHARDED,
     ),
 }
+
+PLAIN = Program(
+    source=("", ""),
+    path="plain_accelerate.py",
+    sha256="",
+    changes=imported("Accelerator") | {"Accelerator(gradient": 'Accelerator(plan="MESH", gradient'},
+    repairs={},
+    arguments="--per_device_train_batch_size BATCH --output_dir OUT",
+    resume="--resume_from_checkpoint OUT/epoch_0",
+    meshes=ONE_PROCESS,
+)
+"""A program of the same shape that lies in this folder."""

@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from meshpar.testing import launch, whole
 from tests.integrations.programs.assets import write_images, write_language
-from tests.integrations.programs.published import PROGRAMS
+from tests.integrations.programs.published import PLAIN, PROGRAMS
 from tests.integrations.test_accelerate import start
 from tests.nightly.strangers import vision_operators
+from tests.support.tiers import daily
 
 
 def has_torchvision() -> bool:
@@ -133,7 +134,7 @@ RESUMED_ON = {
 
 def launched(name: str, mesh: str | None, data_ranks: int, assets: Path, folder: Path, resume: bool = False):
     """Run a program on the ranks of a mesh, or on as many processes of plain accelerate; return what it found."""
-    program, out = PROGRAMS[name], folder / "out"
+    program, out = PROGRAMS.get(name, PLAIN), folder / "out"
     text = program.read()
     ranks, text = (data_ranks, program.repaired(text)) if mesh is None else (RANKS[mesh], program.on_mesh(text, mesh))
     arguments = f"{program.arguments} {program.resume if resume else ''}"
@@ -183,6 +184,18 @@ def compare(found, expected, measured):
             expected["losses"],
         )
         measured[what] = max(measured.get(what, 0.0), apart)
+
+
+@pytest.mark.parametrize("mesh", daily(PLAIN.meshes, "dp_shard=2"))
+def test_a_program_of_plain_accelerate_equals_itself_with_meshpar_under_it(mesh, tmp_path, plain):
+    """And resumes on another mesh; the nightly tier runs published ones, too."""
+    assert PLAIN.lines_changed(PLAIN.read()) == 2
+    expected, data_ranks = plain("plain", PLAIN.meshes[mesh], False), PLAIN.meshes[mesh]
+    found = launched("plain", mesh, data_ranks, tmp_path, tmp_path)
+    assert len(found["losses"]) >= 20
+    compare(found, expected, {})
+    resumed = launched("plain", RESUMED_ON[mesh], data_ranks, tmp_path, tmp_path, True)
+    compare(resumed, plain("plain", data_ranks, True), {})
 
 
 @pytest.mark.nightly
