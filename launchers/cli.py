@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from meshpar import checkpoints as steps
-from meshpar.launchers.commands import Commands, Overrides, RecipeOrShape, Trust, printable
+from meshpar.launchers.commands import RECIPE_OR_SHAPE, Commands, Overrides, RecipeOrShape, Trust, printable
 from meshpar.launchers.commands import launch as launch_commands
 from meshpar.process.imports import quick_imports
 
@@ -263,24 +262,43 @@ def plugins() -> None:
 
 @app.command()
 def plan(
-    recipe: RecipeOrShape,
+    recipe: Annotated[str | None, RECIPE_OR_SHAPE] = None,
     overrides: Overrides = None,
+    script: Annotated[
+        Path | None, Option(help="A training script that puts models on a mesh; its arguments come after --.")
+    ] = None,
     nodes: Annotated[int | None, Option(help="Default: as many as the mesh's ranks fill, or 1.", min=1)] = None,
     gpus_per_node: Annotated[int | None, Option(help="Accelerators per node; default: the profile's.", min=1)] = None,
     hardware: Annotated[str, Option(help="h100, h200, a100, b200, or the YAML file of a profile.")] = "h100",
     elastic: Elastic = None,
     search: Annotated[bool, Option("--search", help="Rank every legal mesh and setting instead.")] = False,
+    seconds: Annotated[
+        float, Option(help="With --search: bound on it, in seconds; the best so far is shown.", min=1.0)
+    ] = 60.0,
     full: Annotated[bool, Option("--full", help="Replay every block instead of extrapolating from a few.")] = False,
     html: Annotated[Path | None, Option(help="Write the report as one HTML file.")] = None,
     json_file: Annotated[Path | None, Option("--json", help="Write the forecast as JSON.")] = None,
     trust: Trust = False,
 ) -> None:
-    """Forecast memory, collectives and step time of a recipe, without any accelerator."""
+    """Forecast memory, collectives and step time of a recipe or a script, without any accelerator."""
+    if script is not None and (search or elastic is not None or trust):
+        raise typer.BadParameter("--search, --elastic and --trust are for recipes; drop them, or drop --script")
+    if script is None and recipe is None:
+        raise typer.BadParameter("give a recipe, a shape's name, or --script train.py")
     with quick_imports():
         from meshpar.launchers.commands.inspecting import forecast_recipe
+        from meshpar.launchers.commands.scripts import forecast_script
 
-    forecast = functools.partial(forecast_recipe, html=html, json_file=json_file, full=full, search=search, trust=trust)
-    forecast(recipe, overrides or [], hardware, nodes=nodes, gpus_per_node=gpus_per_node, elastic=elastic)
+    if script is not None:
+        words = [*([] if recipe is None else [recipe]), *(overrides or [])]
+        forecast_script(
+            script, words, hardware, nodes=nodes, gpus_per_node=gpus_per_node, full=full, html=html, json_file=json_file
+        )
+    elif recipe is not None:
+        forecast_recipe(
+            recipe, overrides or [], hardware, nodes=nodes, gpus_per_node=gpus_per_node, elastic=elastic,
+            search=search, seconds=seconds, full=full, trust=trust, html=html, json_file=json_file,
+        )  # fmt: skip
 
 
 data = Commands(no_args_is_help=True, help="Show the data of a recipe.")

@@ -27,6 +27,7 @@ from meshpar.exchange.ranks import next_number
 from meshpar.guards.make_run import make_run
 from meshpar.parallelized import Parallelized
 from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms, prepare
+from meshpar.process.preview import EndOfPreview, PlannedModel, is_preview, planned_ranks
 from meshpar.same_bits.kernels import fix_kernels
 from meshpar.same_bits.problems import bits_problems
 from meshpar.same_bits.trees import SameBits
@@ -98,6 +99,7 @@ class Plan:
 
     def resolve(self, world_size: int) -> MeshSpec:
         """Return the mesh with all sizes, for ``world_size`` ranks; raises MeshError where these do not fit."""
+        world_size = planned_ranks(self._mesh_size, world_size)
         per_node = self.mesh.ranks_per_node if isinstance(self.mesh, MeshSpec) else None
         per_node = per_node or runtime.ranks_per_node()
         if isinstance(self.mesh, MeshSpec):
@@ -168,6 +170,8 @@ class Plan:
 
         Collective: every rank calls it, inside :func:`meshpar.distributed`.
         """
+        if is_preview():
+            raise EndOfPreview(PlannedModel(name="model", plan=self, module=module, layout=layout))
         if not dist.is_initialized():
             raise MeshparError("no process group is open; wrap the job in `with meshpar.distributed():`")
         resolved = self.checked(module, layout, dist.get_world_size())
@@ -241,10 +245,13 @@ class Plan:
 
     def _size(self, world_size: int | None) -> int:
         """Return a number of ranks: as given, else of the mesh, else of this job."""
-        if world_size is not None:
-            return world_size
+        return self._mesh_size or runtime.world_size() if world_size is None else world_size
+
+    @property
+    def _mesh_size(self) -> int | None:
+        """The number of ranks of the mesh, None where it does not say."""
         sized = isinstance(self.mesh, MeshSpec) and -1 not in self.mesh.axes.values()
-        return self.mesh.size if sized and isinstance(self.mesh, MeshSpec) else runtime.world_size()
+        return self.mesh.size if sized and isinstance(self.mesh, MeshSpec) else None
 
     def describe(
         self, module: nn.Module, layout: ModelLayout | None = None, *, world_size: int | None = None, replicas: int = 1

@@ -13,7 +13,8 @@ import typer
 from typer import Argument, Option
 
 Trust = Annotated[bool, Option("--trust", help="Import classes that the recipe names by import path, as train does.")]
-RecipeOrShape = Annotated[str, Argument(help="A recipe, or a shape's name: 124m, llama-8b, llama-70b, gpt2, ...")]
+RECIPE_OR_SHAPE = Argument(help="A recipe, or a shape's name: 124m, llama-8b, llama-70b, gpt2, ...", show_default=False)
+RecipeOrShape = Annotated[str, RECIPE_OR_SHAPE]
 Overrides = Annotated[
     list[str] | None,
     Argument(metavar="[KEY=VALUE]...", help="Fields to set: training.steps=50 mesh=dp_shard=2", show_default=False),

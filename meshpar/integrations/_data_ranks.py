@@ -47,7 +47,7 @@ class DataRanks:
                         "calls its model with whole sequences and every layer; use dp_replicate, dp_shard, ep or tp"
                     )
             axes = [axis for axis in spec.axes if roles.get(axis) is Role.SAMPLES]
-            ranks = [spec.coordinates(rank) for rank in range(world)]
+            ranks = [spec.coordinates(rank) for rank in range(spec.size)]
             samples.append([tuple(rank[axis] for axis in axes) for rank in ranks])
             elsewhere.append([tuple(rank[axis] for axis in spec.axes if axis not in axes) for rank in ranks])
         if any(_numbers(other) != _numbers(samples[0]) for other in samples):

@@ -172,6 +172,11 @@ def apply_plan(plan: Plan, module: nn.Module, layout: ModelLayout | None, device
     return par
 
 
+def layout_of(layout: ModelLayout | Mapping[str, ModelLayout] | None, name: str) -> ModelLayout | None:
+    """Return the layout of the model of a name, from that of all or from those of each."""
+    return layout.get(name) if isinstance(layout, Mapping) else layout
+
+
 def export_into(par: Parallelized, folder: Path, **options: Any) -> None:
     """Export weights to a folder, whose other files stay, without gathering the model. Collective."""
     exported = folder / ".export"

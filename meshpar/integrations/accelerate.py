@@ -28,6 +28,7 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 import meshpar
 from meshpar import MeshparError, ModelLayout, Parallelized, Plan
@@ -37,11 +38,13 @@ from meshpar.integrations._shared import (
     ReplacedParameters,
     apply_plan,
     export_into,
+    layout_of,
     place_average,
     save_whole,
     whole_averages,
     whole_states,
 )
+from meshpar.process.preview import EndOfPreview, PlannedModel, is_preview
 
 __all__ = ["Accelerator"]
 
@@ -94,12 +97,9 @@ class Accelerator(DataRankAccelerator):
         signature = inspect.signature(PlainAccelerator.__init__).parameters
         options |= dict(zip(list(signature)[1:], args, strict=False))
         _check_options(options, list(signature)[1:])
-        self._layout = layout
-        self._plan = (
-            {key: _as_plan(entry) for key, entry in plan.items()} if isinstance(plan, Mapping) else _as_plan(plan)
-        )
+        self._plans = _Plans(plan, layout)
         timeout = _open_group(options)
-        self._data = DataRanks.of(list(self._plan.values()) if isinstance(self._plan, dict) else [self._plan], timeout)
+        self._data = DataRanks.of(self._plans.all, timeout)
         if self._data.size != dist.get_world_size():
             options["dataloader_config"] = _read_on_each_rank(options.get("dataloader_config"))
         super().__init__(**options)
@@ -131,6 +131,11 @@ class Accelerator(DataRankAccelerator):
         """
         optimizers = [item for item in args if _is_plain_optimizer(item)]
         modules = [item for item in args if isinstance(item, nn.Module)]
+        if modules and is_preview():
+            batch = next((batch for item in args if isinstance(item, DataLoader) for batch in item), None)
+            models = [self._plans.of(module, number) for number, module in enumerate(modules, len(self._names))]
+            steps = self.gradient_accumulation_steps
+            raise EndOfPreview(*(dataclasses.replace(model, batch=batch, micro_batches=steps) for model in models))
         for module in modules:
             self._replaced.note(module)
         with self._replaced.moving(optimizers, self._on_mesh):
@@ -157,35 +162,23 @@ class Accelerator(DataRankAccelerator):
             return self._prepared.get(model, model)
         if evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode=True)
-        name, plan = self._next_plan(model)
+        planned = self._plans.of(model, len(self._names))
         if any(tensor.is_meta for tensor in model.parameters()):
             raise MeshparError(
-                f"the model {name!r} ({type(model).__name__}) is on the meta device; expected weights: build it "
-                "with values before accelerator.prepare, without init_empty_weights()"
+                f"the model {planned.name!r} ({type(model).__name__}) is on the meta device; expected weights: build "
+                "it with values before accelerator.prepare, without init_empty_weights()"
             )
-        layout = self._layout.get(name) if isinstance(self._layout, Mapping) else self._layout
         self._replaced.note(model)
         # accelerate's autocast and compiler come around the model's own forward, and meshpar around those
         prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        par = apply_plan(plan, model, layout, self.device)
+        par = apply_plan(planned.plan, model, planned.layout, self.device)
         self._on_mesh |= dict.fromkeys((model, prepared), par)
         self._prepared[model] = prepared
-        self._names[model] = name
+        self._names[model] = planned.name
         save_whole(par)
         # as DistributedDataParallel has it
         vars(model)["no_sync"] = partial(self.no_sync, model)
         return prepared
-
-    def _next_plan(self, model: nn.Module) -> tuple[str, Plan]:
-        number = len(self._names)
-        if not isinstance(self._plan, dict):
-            return f"model_{number}" if number else "model", self._plan
-        if number >= len(self._plan):
-            raise MeshparError(
-                f"prepare got {type(model).__name__}, model {number + 1}, and plan= has {len(self._plan)}: "
-                f"{', '.join(self._plan)}; give plan= a name and a plan for each model, in the order of prepare"
-            )
-        return list(self._plan.items())[number]
 
     def parallelized(self, model: nn.Module) -> Parallelized:
         """Return what the plan made of a prepared model, for what accelerate has no word for."""
@@ -381,6 +374,35 @@ def _check_options(options: Mapping[str, Any], names: list[str]) -> None:
         raise MeshparError(
             "Accelerator got mixed_precision='fp8'; expected 'no', 'bf16' or 'fp16': add the pass Float8() to the plan"
         )
+
+
+@final
+class _Plans:
+    """The arguments ``plan`` and ``layout``: of every model, or of each by name."""
+
+    def __init__(
+        self, plan: Plan | str | Mapping[str, Plan | str], layout: ModelLayout | Mapping[str, ModelLayout] | None
+    ) -> None:
+        by_name = plan if isinstance(plan, Mapping) else {"": plan}
+        self._by_name, self._of_every = {name: _as_plan(entry) for name, entry in by_name.items()}, by_name is not plan
+        self._layout = layout
+
+    @property
+    def all(self) -> list[Plan]:
+        return list(self._by_name.values())
+
+    def of(self, model: nn.Module, number: int) -> PlannedModel:
+        """Return the plan of the model that is prepared after ``number`` others."""
+        if self._of_every:
+            name, plan = f"model_{number}" if number else "model", self.all[0]
+        elif number < len(self._by_name):
+            name, plan = list(self._by_name.items())[number]
+        else:
+            raise MeshparError(
+                f"prepare got {type(model).__name__}, model {number + 1}, and plan= has {len(self._by_name)}: "
+                f"{', '.join(self._by_name)}; give plan= a name and a plan for each model, in the order of prepare"
+            )
+        return PlannedModel(name=name, plan=plan, module=model, layout=layout_of(self._layout, name))
 
 
 def _as_plan(plan: Plan | str) -> Plan:

@@ -22,7 +22,8 @@ from torchmetrics import Metric
 
 from meshpar import MeshparError, ModelLayout, Parallelized, Plan, Role, WeightSource
 from meshpar.checkpoints import CheckpointManager
-from meshpar.integrations._shared import ReplacedParameters, apply_plan, place
+from meshpar.integrations._shared import ReplacedParameters, apply_plan, layout_of, place
+from meshpar.process.preview import EndOfPreview, PlannedModel, is_preview
 
 __all__ = ["AveragedWeights", "MeshparFabricStrategy", "MeshparStrategy"]
 
@@ -73,6 +74,8 @@ class _OnMesh:
     barrier: Callable[[], None]
     broadcast: Callable[[str], str]
     checkpoint_io: Any
+    parallel_devices: Any
+    num_nodes: int
 
     def _begin(self, plan: Plans, layout: Layouts, seed: int, weights: WeightSource | None, *, shards: bool) -> None:
         plans = plan if isinstance(plan, Mapping) else {"": plan}
@@ -89,6 +92,13 @@ class _OnMesh:
         self._placed: dict[nn.Module, Parallelized] = {}
         self._micro_batches: dict[nn.Module, _Accumulation] = {}
         self._blocked = False
+
+    def _configure_launcher(self) -> None:
+        """Start a process for each device; for a preview none."""
+        if is_preview():
+            self.parallel_devices, self.num_nodes = self.parallel_devices[:1], 1
+        lightnings: Any = super()
+        lightnings._configure_launcher()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -308,9 +318,14 @@ class MeshparStrategy(_OnMesh, DDPStrategy):
         """Apply the plans, and move what is in none of them to the device."""
         for part in (self._placed, self._micro_batches, self.parallelized):
             part.clear()
-        for name, plan in plans.items():
-            layout = self._layout.get(name) if isinstance(self._layout, Mapping) else self._layout
-            self.parallelized[name] = self._apply(module.get_submodule(name), plan, layout)
+        models = [
+            PlannedModel(name=name, plan=plan, module=module.get_submodule(name), layout=layout_of(self._layout, name))
+            for name, plan in plans.items()
+        ]
+        if is_preview():
+            raise EndOfPreview(*models)
+        for model in models:
+            self.parallelized[model.name] = self._apply(model.module, model.plan, model.layout)
         for name, child in module.named_children():
             if not any(_is_in(planned, name) or _is_in(name, planned) for planned in plans):
                 child.to(self.root_device)

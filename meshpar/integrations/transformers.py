@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from meshpar import MeshparError, Parallelized, Plan, Role
 from meshpar.checkpoints import CheckpointManager
 from meshpar.integrations._data_ranks import DataRankAccelerator, DataRanks, find_axis
 from meshpar.integrations._shared import apply_plan, export_into
+from meshpar.process.preview import EndOfPreview, PlannedModel, is_preview
 from meshpar.training import Adapters
 
 __all__ = ["on_mesh"]
@@ -179,12 +180,25 @@ class _TrainerOnMesh(Trainer):
         self.args.accelerator_config.dispatch_batches = False
         self.accelerator.dataloader_config.dispatch_batches = False  # rank 0 would read for other ranks
         self._divide(self.model)
-        reference = getattr(self, "ref_model", None)
-        if isinstance(reference, nn.Module):
-            Plan(plan.mesh, plan.passes, verify=plan.verify, guards=plan.guards, frozen=True).apply(reference)
+        if (reference := self._reference) is not None:
+            reference.plan.apply(reference.module)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+
+    @property
+    def _reference(self) -> PlannedModel | None:
+        """The model that TRL compares with, which no step trains."""
+        plan, module = self._plan, getattr(self, "ref_model", None)
+        frozen = Plan(plan.mesh, plan.passes, verify=plan.verify, guards=plan.guards, frozen=True)
+        return PlannedModel(name="ref_model", plan=frozen, module=module) if isinstance(module, nn.Module) else None
+
+    def _end_preview(self, module: nn.Module) -> NoReturn:
+        """Show the models, and the batches of a step."""
+        batch = None if self.train_dataset is None else next(iter(self.get_train_dataloader()), None)
+        steps = self.args.gradient_accumulation_steps
+        model = PlannedModel(name="model", plan=self._plan, module=module, batch=batch, micro_batches=steps)
+        raise EndOfPreview(model, *filter(None, [self._reference]))
 
     def _axis_of_layers(self, plan: Plan) -> str | None:
         """Return the axis that divides layers, and refuse trainers whose own loss reads every layer's values."""
@@ -210,6 +224,8 @@ class _TrainerOnMesh(Trainer):
                 f"torch_compile is True, and axis {axis!r} splits layers by features, whose exchanges are not traced "
                 "through a whole model; expected False on this mesh: drop torch_compile"
             )
+        if is_preview():
+            self._end_preview(base)
         self._par = apply_plan(self._plan, base, None, self.args.device)
         if self._par.data_size > 1 and hasattr(base, "generate"):
             base.generate = functools.partial(base.generate, synced_gpus=True)  # ranks end with the longest sequence
@@ -244,7 +260,7 @@ class _TrainerOnMesh(Trainer):
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         loader = super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
-        ranks = self._par.data_size
+        ranks = self.accelerator.num_processes
         if ranks > 1 and not has_length(dataset):
             raise MeshparError(
                 f"{description}: the dataset has no length, so that {ranks} data ranks cannot share its last samples "

@@ -537,6 +537,23 @@ ROWS = [
     Tested("--search trains a whole model on packed text with AdamW")
     .by("tests/forecasting/test_planned.py::test_a_recipe_that_no_search_is_for_is_forecast_without")
     .helps("forecast this recipe's plans one by one, without --search", "plan_command(tmp_path, *own)\n"),
+    Tested("--search, --elastic and --trust are for recipes")
+    .by("tests/integrations/test_preview.py::test_what_a_preview_cannot_do_is_refused")
+    .helps("drop them", "plan(script).exit_code == 0")
+    .helps("drop --script", 'app, ["plan"]'),
+    Tested("give a recipe, a shape's name, or --script train.py")
+    .by("tests/integrations/test_preview.py::test_what_a_preview_cannot_do_is_refused")
+    .helps("give a recipe, a shape's name", 'app, ["plan"]')
+    .helps("--script train.py", "plan(script).exit_code == 0"),
+    Tested("is no file; pass the script that you train with")
+    .by("tests/integrations/test_preview.py::test_a_script_that_puts_no_model_on_a_mesh_is_told_so")
+    .helps("pass the script that you train with: --script train.py", "seen(written(tmp_path, LOOP), node=2)"),
+    Tested("and put no model on a mesh")
+    .by("tests/integrations/test_preview.py::test_a_script_that_puts_no_model_on_a_mesh_is_told_so")
+    .helps("pass the arguments with which the script trains after --", 'seen(script, "train", node=2)'),
+    Tested("the script defines the model's classes")
+    .by("tests/integrations/test_preview.py::test_what_a_preview_cannot_do_is_refused")
+    .helps("move them to a module that it imports", "Sequential as Own"),
     Tested("no setting fits {} x {}; nearest: ")
     .by("tests/forecasting/test_planned.py::test_where_no_setting_fits_more_nodes_do")
     .helps("use more nodes", '"--search", "--nodes", "4"'),
