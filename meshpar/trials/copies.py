@@ -130,6 +130,11 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
 
 
+def largest(value: float, device: torch.device, group: Any) -> float:
+    """Return the largest value of a group's ranks: above 0 where one failed, or said True. Collective over it."""
+    return float(gather_values(torch.tensor([float(value)], device=device), group).max())
+
+
 def _package(value: Any) -> str:
     return (getattr(value, "__module__", None) or "").partition(".")[0]
 
@@ -315,14 +320,10 @@ class WholeReads:
 
     def join(self, part: Tensor) -> Tensor:
         """Return the ranks' parts joined. Collective over the axis."""
-        self.failed_elsewhere = self.worst(0, part.device)
+        self.failed_elsewhere = int(largest(0, part.device, self.context.group))
         if self.failed_elsewhere:
             raise RuntimeError("another rank of the axis failed")
         return join_chunks(part, *self.cuts[part], self.context.group)
-
-    def worst(self, code: int, device: torch.device) -> int:
-        """Return the largest code of the axis's ranks, above 0 where one failed. Collective over the axis."""
-        return int(gather_values(torch.tensor([code], device=device), self.context.group).max())
 
     def of(self, block: nn.Module) -> AbstractContextManager[object]:
         """Let a copy, which holds the parts, read whole parameters; it runs, forward and backward, in this context."""

@@ -15,7 +15,6 @@ from meshpar._torch.autograd import set_recomputed
 from meshpar._torch.calls import uncompiled
 from meshpar._torch.tensors import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
-from meshpar.passes.tensor.collectives import gather_values
 from meshpar.step.calls import installed
 from meshpar.tensors.digests import leaves
 from meshpar.trials.copies import copy_block, free, widen
@@ -189,11 +188,6 @@ def as_evaluated(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[set
 def is_narrow(dtypes: Iterable[torch.dtype]) -> bool:
     """Return whether one of the dtypes has fewer than 32 bits."""
     return any(torch.finfo(dtype).bits < 32 for dtype in dtypes)
-
-
-def on_any_rank(true: bool, device: torch.device, group: Any) -> bool:
-    """Return whether something is true on any rank of a group. Collective over it."""
-    return bool(gather_values(torch.tensor([true], device=device), group).any())
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -34,8 +34,8 @@ from meshpar.passes.host_reads import unrecorded
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.parts import local_parameters
 from meshpar.step.calls import own_forward
-from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed, widen
-from meshpar.trials.engine import TOLERANCE, is_narrow, measure, noise, on_any_rank
+from meshpar.trials.copies import CannotCopy, copy_block, free, largest, undisturbed, widen
+from meshpar.trials.engine import TOLERANCE, is_narrow, measure, noise
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class ExpertsTest:
             bound = inspect.BoundArguments(bound.signature, arguments)
         except CannotCopy as error:
             why = str(error)
-        if on_any_rank(bool(why), device, self._group):
+        if largest(bool(why), device, self._group):
             self._skip(f"is not compared: {why or 'it cannot be copied on another rank'}")
             return
         assert copied is not None

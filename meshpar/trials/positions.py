@@ -17,8 +17,8 @@ from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
 from meshpar.passes.positions.exchange import Exchange
 from meshpar.tensors.digests import leaves
-from meshpar.trials.copies import CannotCopy, copied_state, copy_block, free
-from meshpar.trials.engine import TOLERANCE, as_evaluated, device_of, is_narrow, measure, on_any_rank
+from meshpar.trials.copies import CannotCopy, copied_state, copy_block, free, largest
+from meshpar.trials.engine import TOLERANCE, as_evaluated, device_of, is_narrow, measure
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class MixingTest:
 
     def _any(self, wrong: bool) -> bool:
         """Return whether something is wrong on any rank of the axis, so that all of them stop."""
-        return on_any_rank(wrong, device_of(self._module), self._exchange.group)
+        return largest(wrong, device_of(self._module), self._exchange.group) > 0
 
     def _culprit(self, compute: Compute, part: Batch) -> str:
         """Return what mixes positions, in words."""

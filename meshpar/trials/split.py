@@ -29,7 +29,7 @@ from meshpar.step.calls import undo_changes
 from meshpar.tensors.digests import digest, leaves
 from meshpar.tensors.placements import local_tensor, part_like, whole_tensor
 from meshpar.trials import engine
-from meshpar.trials.copies import CannotCopy, Cut, WholeReads, undisturbed, widen
+from meshpar.trials.copies import CannotCopy, Cut, WholeReads, largest, undisturbed, widen
 
 INPUTS = 1 << 26
 """Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have 2x,
@@ -170,8 +170,8 @@ class SplitTest:
         rows = next((len(tensor) for tensor in tensors if tensor.ndim > 1), 1)
         samples = sum(tensor.numel() for tensor in tensors if tensor.ndim > 1 and len(tensor) == rows)
         counts = torch.tensor([[sum(map(Tensor.numel, tensors)) - samples, samples]], device=self._device)
-        largest = gather_values(counts, self._context.group).amax(0) * (1 if whole else self._context.size)
-        fixed, samples = map(int, largest)
+        counts = gather_values(counts, self._context.group).amax(0) * (1 if whole else self._context.size)
+        fixed, samples = map(int, counts)
         inputs, chosen = _Inputs(args, kwargs, rows), max(1, min(rows, rows * INPUTS // max(1, fixed + samples)))
         if (elements := fixed + samples * chosen // max(1, rows)) > 2 * INPUTS:
             sequences = [tensor for tensor in tensors if tensor.ndim == (3 if tensor.is_floating_point() else 2)]
@@ -279,7 +279,7 @@ class SplitTest:
         except Exception as error:  # noqa: BLE001
             failure = f"it does not run unsplit: {type(error).__name__}: {error}".splitlines()[0]
             code = _OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else _FAILED
-        code = reads.failed_elsewhere or reads.worst(code, self._device)
+        code = reads.failed_elsewhere or int(largest(code, self._device, self._context.group))
         return code, failure, (expected, cotangents, gradients)
 
     def _refuse_split_inputs(self, name: str, inputs: _Inputs) -> None:
@@ -310,12 +310,12 @@ class SplitTest:
             for cotangent, have, dim in zip(cotangents, outputs, dims)
         ]
         is_no_part = any(local_tensor(part).shape != local_tensor(have).shape for part, have in zip(parts, outputs))
-        if engine.on_any_rank(is_no_part, self._device, context.group):
+        if largest(is_no_part, self._device, context.group):
             shapes = f"{tuple(outputs[0].shape)}, which is no rank's part of {tuple(expected[0].shape)}"
             return {f"it returns {shapes}": 1.0}
         gradients = split.gradients(outputs, parts)
-        largest = max((float(tensor.abs().max()) for tensor in wanted.values() if tensor.numel()), default=0.0)
-        typical = float(gather_values(torch.tensor([largest], device=self._device), context.group).max())
+        sizes_here = (float(tensor.abs().max()) for tensor in wanted.values() if tensor.numel())
+        typical = largest(max(sizes_here, default=0.0), self._device, context.group)
         for inner, want in wanted.items():
             gradient: Any = gradients[inner]
             if isinstance(gradient, DTensor):
