@@ -25,7 +25,7 @@ from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import parse_document
 from meshpar.launchers.targets import launching
 from meshpar.process.secrets import redact, redacted, secret_words, secrets_in
-from meshpar.training import TrackedRun, Trackers, tracking
+from meshpar.training import TrackedRun, Trackers, send_to_trackers
 from tests.checkpoints.test_commit import linear
 from tests.support.patience import patient, until
 
@@ -260,14 +260,14 @@ class Board:
 
 
 def test_facts_and_the_warnings_of_trackers_have_no_credential(folder, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(tracking, "_PAUSE_S", 0.02)
+    monkeypatch.setattr(send_to_trackers, "_PAUSE_S", 0.02)
     Board.runs.clear()
     facts = {"recipe": {"trackers": {"mlflow": {"uri": URI}}, "token": SECRET}}
     with caplog.at_level(logging.WARNING):
         board = Trackers(folder / "run", {f"{__name__}.Board": {"uri": URI}}, facts=facts)
         board.report({"step": 1, "loss": 2.0})
         until(lambda: "API request" in caplog.text, 20)
-        monkeypatch.setattr(tracking, "PATIENCE_S", patient(1.0))
+        monkeypatch.setattr(send_to_trackers, "PATIENCE_S", patient(1.0))
         board.close()
     assert SECRET not in caplog.text and "API request to postgresql://***@db/mlflow failed" in caplog.text
     shown = {"trackers": {"mlflow": {"uri": "postgresql://***@db/mlflow"}}, "token": "***"}
