@@ -29,6 +29,7 @@ from meshpar.parallelized import Parallelized
 from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms, prepare
 from meshpar.process.preview import EndOfPreview, PlannedModel, is_preview, planned_ranks
 from meshpar.same_bits.kernels import fix_kernels
+from meshpar.same_bits.norms import RUNS
 from meshpar.same_bits.problems import bits_problems
 from meshpar.same_bits.trees import SameBits
 from meshpar.state.description import Description, describe
@@ -201,6 +202,7 @@ class Plan:
         run = make_run(guarded, installed, title=str(self), verify=verify)
         if self.same_bits:
             runtime.among_real_ranks(lambda: while_lives(run, "kernels", partial(fix_kernels, device.type)))
+            RUNS.add(run)
         return Parallelized(run, self)
 
     def _device(self, module: nn.Module, resolved: Resolved, device_type: str | None) -> torch.device:

@@ -7,7 +7,8 @@ names. A row is summed in up to :data:`PARTS` equal parts of each of its dims, a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from meshpar.tensors.placements import held_by_this_rank, local_gradient, sharde
 
 PARTS = 8
 """The finest cut on any mesh of another dim than the first."""
+RUNS = weakref.WeakSet[object]()
+"""The runs under ``same_bits``."""
 
 
 def joint_norms(
@@ -66,6 +69,15 @@ def joint_norms(
             members[rows[name]].append(total)
     powers = torch.stack([fold(torch.stack(of_one)) for of_one in members])
     return powers ** (1.0 / norm_type)
+
+
+def refuse_norms_of_shards(gradients: Iterable[Tensor]) -> None:
+    """Refuse gradients whose squares torch would add up shard by shard, while a run needs the same bits."""
+    if RUNS and any(map(sharded_axes, gradients)):
+        raise MeshparError(
+            "torch.nn.utils.clip_grad_norm_ adds up the squares of each rank's shards, so that the last bits of the "
+            "norm follow the mesh; under same_bits call par.clip_grad_norm_(max_norm)"
+        )
 
 
 def _blocks(parameter: Tensor) -> tuple[int, ...]:

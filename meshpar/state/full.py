@@ -22,6 +22,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.waiting import reads_of
+from meshpar.same_bits.norms import refuse_norms_of_shards
 from meshpar.step.forward import fact_of, run_of
 from meshpar.step.moment import Moment
 from meshpar.tensors.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
@@ -268,6 +269,8 @@ class _NotForDDP:
 
 
 def _refuse_several_meshes(gradients: Iterable[Tensor]) -> None:
+    gradients = list(gradients)
+    refuse_norms_of_shards(gradients)
     meshes = dict.fromkeys(gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor))
     if len(meshes) > 1:
         axes = " and ".join(f"({', '.join(mesh.mesh_dim_names or ())})" for mesh in meshes)

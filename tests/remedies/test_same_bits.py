@@ -84,6 +84,11 @@ def other_norms(par, inputs, optimizer):
     third_norm(par, inputs, optimizer, (2, 1, float("inf")))
 
 
+def torch_norm(par, inputs, optimizer):
+    accumulated(par, inputs, optimizer)
+    torch.nn.utils.clip_grad_norm_(par.module.parameters(), 1.0)
+
+
 def unordered(loop=None):
     class Writing(nn.Module):
         def __init__(self):
@@ -137,6 +142,9 @@ ROWS = [
     TwoRanks("same_bits takes the backward of one loss, and got several tensors")
     .refuses(lambda: trained(several))
     .helps("add them", lambda: trained(once)),
+    TwoRanks("adds up the squares of each rank's shards")
+    .refuses(lambda: trained(torch_norm))
+    .helps("under same_bits call par.clip_grad_norm_", lambda: trained(other_norms)),
     TwoRanks("fused=True computes the last elements of a shard on a CPU")
     .refuses(lambda: trained(accumulated, fused=True))
     .helps("under same_bits use fused=False", lambda: trained(accumulated, fused=False))
