@@ -74,8 +74,9 @@ def _under_same_bits(spec: Spec, parts: int) -> Spec:
         if pass_["name"] == "TensorParallel":
             pass_["knobs"]["parts"] = parts
     spec["loop"] |= {"micro": spec["loop"]["micro"] * data, "set_to_none": True}
-    if spec["loop"]["accumulate"] == "plain":
-        spec["loop"]["accumulate"] = "par"
+    for knob, refused, instead in (("accumulate", "plain", "par"), ("kernel", "fused", "foreach")):
+        if spec["loop"][knob] == refused:
+            spec["loop"][knob] = instead
     model |= {"classes": model["classes"] + -model["classes"] % parts, "counter": None}  # ranks count their own calls
     if model["ff"]:
         model["ff"]["hidden"] += -model["ff"]["hidden"] % parts

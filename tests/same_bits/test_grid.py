@@ -14,6 +14,7 @@ from meshpar import (
     ModelLayout,
     PipelineParallel,
     Replicate,
+    StagesLayout,
     TensorLayout,
     TensorParallel,
 )
@@ -45,24 +46,34 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class Vit(nn.Module):
-    def __init__(self, width=24, heads=4, hidden=40):
+class Patches(nn.Module):
+    def __init__(self, width):
         super().__init__()
         self.patches, self.places = nn.Conv2d(3, width, 2, 2), nn.Parameter(torch.zeros(1, 16, width))
-        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def reset_parameters(self):
         nn.init.normal_(self.places)
+
+    def forward(self, images):
+        return self.patches(images).flatten(2).transpose(1, 2) + self.places
+
+
+class Vit(nn.Module):
+    def __init__(self, width=24, heads=4, hidden=40):
+        super().__init__()
+        self.patches = Patches(width)
+        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def meshpar_layout(self):
         styles = {f"blocks.*.{name}": "colwise" for name in ("attention.q", "attention.k", "attention.v", "up")}
         styles |= {"blocks.*.attention.out": "rowwise", "blocks.*.down": "rowwise"}
         heads = {f"blocks.*.attention.{name}": 4 for name in "qkv"}
-        return ModelLayout(blocks=("blocks.*",), tensor=TensorLayout(styles, heads=heads))
+        stages = StagesLayout(example=torch.zeros(2, 3, 8, 8))
+        return ModelLayout(blocks=("blocks.*",), tensor=TensorLayout(styles, heads=heads), stages=stages)
 
     def forward(self, images):
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.places
+        x = self.patches(images)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).mean(1))
