@@ -32,9 +32,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-def tensor_leaves(values: object) -> list[Tensor]:
-    """Return the tensors in nested values."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+def tensor_leaves(*values: object) -> list[Tensor]:
+    """Return the tensors in nested values; plain ones, which each micro-batch of a pipeline has, without a look."""
+    plain: list[Any] = [value for value in values if type(value) is Tensor]
+    return plain if len(plain) == len(values) else [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

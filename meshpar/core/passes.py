@@ -87,7 +87,10 @@ class Facts:
 
     def find(self, kind: type[Fact]) -> Fact | None:
         """Return the fact of a type, the latest of several; None where no pass has installed one."""
-        return next((fact for fact in reversed(self._facts) if isinstance(fact, kind)), None)
+        for fact in reversed(self._facts):
+            if isinstance(fact, kind):
+                return fact
+        return None
 
 
 @final

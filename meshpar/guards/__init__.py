@@ -22,4 +22,5 @@ def own_guards(guarded: Guarded) -> tuple[list[Guard], list[Guard]]:
     first += [StageNumbers(guarded)] if divided(Role.LAYERS) else []
     first += [WholeSequences(guarded)] if divided(Role.POSITIONS) else []
     first += [WrittenInForward(guarded), Reentrant()]
-    return first, [Agreement(guarded), Backwards(guarded, placed), HookedGradients(guarded.units)]
+    hooked = [HookedGradients(guarded.units)] if guarded.units.modules else []
+    return first, [Agreement(guarded), Backwards(guarded, placed), *hooked]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from types import FrameType
 from typing import Any, ClassVar, Final, NoReturn, final
 
@@ -330,9 +331,8 @@ class StageNumbers(Guard):
 
     def _parameters(self) -> list[Tensor]:
         """Return what a loop may have of the parameters: shards, and what a unit has gathered in their place."""
-        registered: list[Tensor] = [
-            parameter for table in self._holders for parameter in table.values() if parameter is not None
-        ]
+        values = chain.from_iterable(map(dict.values, self._holders))
+        registered: list[Tensor] = [parameter for parameter in values if parameter is not None]
         return [*self._units.shards(), *registered] if self._units.modules else registered
 
     # A stage comes here in each micro-batch: no function is called for a parameter.

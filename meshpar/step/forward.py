@@ -104,8 +104,12 @@ class Run:
             return self.calls.explained(inner, args, kwargs)
         self.calls.depth += 1
         run_explained, trials = self.calls.explained, self.first_runs
+        gathers = bool(self.units.modules) or (trials is not None and trials.leaves_inference_mode)
+        # torch's attention and encoder layers call their parts, as in training, and not a fused kernel
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with _as_trained(bool(self.units.modules) or (trials is not None and trials.leaves_inference_mode)):
+            with _outside_inference_mode() if gathers and torch.is_inference_mode_enabled() else _AS_IT_IS:
                 self._before_forward(args, kwargs)
                 try:
                     if trials is None:
@@ -118,6 +122,7 @@ class Run:
                 self._after_forward(output)
                 return output
         finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
             self.units.hide()  # outside of the door parameters are shards
             self.calls.leave()
             if trials is not None and not trials.wait:
@@ -316,16 +321,7 @@ def _before_every_step(
     return ((instead[0], *args[1:]), kwargs) if instead else None
 
 
-@contextmanager
-def _as_trained(gathers: bool) -> Iterator[None]:
-    """Let torch's attention and encoder layers call their parts, not a fused kernel; gather outside inference mode."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with _outside_inference_mode() if gathers and torch.is_inference_mode_enabled() else nullcontext():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+_AS_IT_IS = nullcontext()
 
 
 @contextmanager

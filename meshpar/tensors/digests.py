@@ -113,5 +113,9 @@ def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = (
     else:
         yield values
         return
+    around = (*around, id(values))
     for part in values_inside:
-        yield from leaves(part, objects=objects, around=(*around, id(values)))
+        if type(part) is Tensor:
+            yield part
+        else:
+            yield from leaves(part, objects=objects, around=around)

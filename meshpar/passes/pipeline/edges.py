@@ -173,7 +173,7 @@ class Edges:
         turn, portion, device = self.turn, self.portion, self.transfers.device
         portion.carried.scores = False
         if torch.is_grad_enabled():  # an evaluation compares none
-            self.inputs[turn.chunk].append(self._digest_of_inputs(tensor_leaves((args, kwargs))))
+            self.inputs[turn.chunk].append(self._digest_of_inputs(tensor_leaves(*args, *kwargs.values())))
         if turn.stage:
             self.transfers.receive(turn)
         draws = portion.draws_random and portion.module.training
@@ -207,7 +207,8 @@ class Edges:
             return inner(*args, **kwargs)
         if rule.number is not None:
             self._expect(rule.number)
-        ran.clear()
+        if ran:
+            ran.clear()
         try:
             runs_here = rule.only is None or rule.only == self.turn.chunk
             output = inner(*args, **kwargs) if runs_here else self._answer(child, rule.otherwise, args, kwargs)

@@ -57,12 +57,13 @@ class Header:
         numbers = _numbers(self, values)
         return numbers if runtime.on_host(device) else numbers.pin_memory().to(device, non_blocking=True)
 
-    @classmethod
-    def of_numbers(cls, numbers: Sequence[int]) -> Header:
-        """Return the header of :meth:`tensor`."""
+    @staticmethod
+    @lru_cache(512)
+    def of_numbers(*numbers: int) -> Header:
+        """Return the header of :meth:`tensor`, the same in each step."""
         width, number, stage, *rest = numbers
         every = (rest[at : at + _FORM] for at in range(0, len(rest), _FORM))
-        return cls(width, number, stage, tuple((DTYPES[kind], tuple(sizes[:dims])) for kind, dims, *sizes in every))
+        return Header(width, number, stage, tuple((DTYPES[kind], tuple(sizes[:dims])) for kind, dims, *sizes in every))
 
     def check(self, number: int, stage: int) -> None:
         """Refuse the values of another micro-batch or stage than these."""

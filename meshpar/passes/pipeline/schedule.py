@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, final, get_args
 
 Schedule = Literal["gpipe", "1f1b"]
@@ -20,7 +21,8 @@ class Action:
     chunk: int = 0
 
 
-def actions(schedule: str, rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> list[Action]:
+@lru_cache
+def actions(schedule: str, rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> tuple[Action, ...]:
     """Return what one rank runs, in order: GPipe (arXiv 1811.06965), or 1F1B (PipeDream-Flush, arXiv 2006.09503).
 
     1F1B runs a backward as soon as one may. With several chunks a rank it is interleaved (Megatron-LM, arXiv
@@ -39,7 +41,7 @@ def actions(schedule: str, rank: int, ranks: int, micro_batches: int, chunks: in
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards):
         order += [forward, backward]
-    return order + backwards[len(forwards) - ahead :]
+    return *order, *backwards[len(forwards) - ahead :]
 
 
 def _in_groups(ranks: int, micro_batches: int, chunks: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -67,7 +67,7 @@ class Transfers:
                 with beside(self.device) as to_host:
                     self._unread.append((turn.number, turn.stage - 1, to_host(numbers)))
             else:
-                header = expected if self.supposed is not None and expected else Header.of_numbers(numbers.tolist())
+                header = expected if self.supposed is not None and expected else Header.of_numbers(*numbers.tolist())
                 if header.width == FAILED:
                     turn.takes, error = False, FailedBeforeError()
                     self._fail(error)
@@ -95,7 +95,7 @@ class Transfers:
             numbers = read()
             if self.failed or self.supposed is not None:
                 continue
-            header = Header.of_numbers(numbers.tolist())
+            header = Header.of_numbers(*numbers.tolist())
             if header.width == FAILED:
                 error = FailedBeforeError()
                 self._fail(error)
