@@ -1,5 +1,6 @@
 """Stages with every kind of axis inside them, and every schedule, against one process."""
 
+import gc
 import hashlib
 import itertools
 import json
@@ -90,6 +91,7 @@ def test_a_micro_batch_costs_a_bounded_number_of_calls_of_functions():
     """Marks of a stage's parameters, four times a micro-batch, walk over no modules, and stand-ins run no own checks."""
     par = Plan("pp=2", [PipelineParallel()]).apply(transformer(layers=8))
     calls = []
+    gc.disable()  # what earlier tests have left is none of these calls
     for number in (2, 2, 4, 12):
         seen = Counter()
         micro_batches = [batches(0)[0]] * number
@@ -97,7 +99,8 @@ def test_a_micro_batch_costs_a_bounded_number_of_calls_of_functions():
         par.backward(micro_batches, scaled_loss(0.01))
         sys.setprofile(None)
         calls.append(seen["call"] + seen["c_call"])
-    assert (calls[3] - calls[2]) / 8 < 3500, calls
+    gc.enable()
+    assert (calls[3] - calls[2]) / 8 < 1800, calls
 
 
 @on_ranks(2)
