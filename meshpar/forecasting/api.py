@@ -82,7 +82,7 @@ def forecast(
     if replicas > 1 and (problems := list(lost_replica_problems(plan.passes, spec, model))):
         raise PlanError(problems)
     job = Simulation(
-        plan=Plan(spec, plan.passes),
+        plan=Plan(spec, plan.passes, same_bits=plan.same_bits),
         model=model,
         layout=layout,
         batch=Batch.of(batch),
@@ -119,8 +119,10 @@ def evaluated(trace: Trace, profile: Hardware, job: Simulation, replayed: str) -
 def on_nodes(plan: Plan, profile: Hardware, world_size: int) -> Plan:
     """Return the plan on nodes of the profile's size, from which an ``auto`` mesh derives its axes."""
     if isinstance(plan.mesh, MeshSpec):
-        return Plan(MeshSpec(plan.mesh.axes, ranks_per_node=plan.mesh.ranks_per_node or profile.node), plan.passes)
-    return Plan(MeshSpec.auto(world_size, min(profile.node, world_size), plan.mesh), plan.passes)
+        mesh = MeshSpec(plan.mesh.axes, ranks_per_node=plan.mesh.ranks_per_node or profile.node)
+    else:
+        mesh = MeshSpec.auto(world_size, min(profile.node, world_size), plan.mesh)
+    return Plan(mesh, plan.passes, same_bits=plan.same_bits)
 
 
 def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tuple[Trace, str]:

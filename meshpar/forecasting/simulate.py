@@ -260,7 +260,8 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
     """Simulate one rank. ``forms``: of what stages send each other, which earlier stages find and later ones get."""
     # Inductor does not run on tensors without memory, so eager memory stands in for compiled.
     uncompiled = [pass_ for pass_ in job.plan.passes if not pass_.compiles]
-    plan, compiled = Plan(job.plan.mesh, uncompiled), len(uncompiled) < len(job.plan.passes)
+    plan = Plan(job.plan.mesh, uncompiled, same_bits=job.plan.same_bits)
+    compiled = len(uncompiled) < len(job.plan.passes)
     with (
         # An error in a thread that autograd keeps for a device written in Python ends the process without a word.
         torch.autograd.set_multithreading_enabled(False),

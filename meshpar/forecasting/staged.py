@@ -45,7 +45,9 @@ def probes(job: Simulation, depths: Depths) -> list[Simulation]:
             for pass_ in job.plan.passes
         ]
         model = depths.shallow(stages * blocks)
-        return replace(job, plan=Plan(spec, passes), model=model, batch=batch, world_size=size)
+        return replace(
+            job, plan=Plan(spec, passes, same_bits=job.plan.same_bits), model=model, batch=batch, world_size=size
+        )
 
     return [probe(least), probe(least + 1)]
 

@@ -153,6 +153,17 @@ def test_a_batch_of_tensors_forecasts_like_its_shape():
         meshpar.forecast(plan, model, {"pixels": ids}, hardware="h100")
 
 
+def test_the_partial_sums_of_same_bits_count():
+    peaks = {}
+    for same_bits in (False, True):
+        model = transformer(replace(SMALL, layers=2))
+        plan, batch = Plan("dp_shard=2", [FullyShard()], same_bits=same_bits), Batch(8, accumulate=4, reduce_each=True)
+        peaks[same_bits] = forecast(plan, model, batch, hardware="h100", depth="all").memory.peak
+    shards = sum(-(-one.shape[0] // 2) * one[0].numel() * 4 for one in model.parameters())
+    # before the last of four micro-batches the sum of two and that of one, in the place of the sum of three
+    assert peaks[True] - peaks[False] == pytest.approx(shards, rel=0.02)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (the extra float8)")
 @pytest.mark.long
 def test_float8_products_count_at_their_own_speed():
