@@ -29,8 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import meshpar
 from meshpar.models import Transformer, TransformerConfig
-from meshpar.testing import launch
-from meshpar.testing.memory import allocated
+from meshpar.testing import launch, measure_memory
 
 RANKS, MICRO_BATCHES, SAMPLES, LENGTH = 4, 16, 2, 128
 TORCHS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -96,7 +95,7 @@ def rank_main(steps: int, schedule: str, layers: int, dim: int, out: str) -> Non
                 total = run(ids)
                 sys.setprofile(None)
             elif number == 2:
-                total, peaks[way], _ = allocated(partial(run, ids))
+                total, peaks[way], _ = measure_memory(partial(run, ids))
             else:
                 total = run(ids)
             optimizer.step()

@@ -5,7 +5,7 @@
 ...     assert_parity(MyModel, "dp_shard=2,tp=2", [TensorParallel(), MyPass(), FullyShard()], token_steps(VOCAB))
 """
 
-from meshpar.testing.memory import Memory
+from meshpar.testing.memory import Memory, measure_memory
 from meshpar.testing.parity import (
     Record,
     assert_parity,
@@ -20,6 +20,7 @@ from meshpar.testing.parity import (
 from meshpar.testing.ranks import PRELOAD, RankFailure, launch, on_ranks
 
 __all__ = [
-    "PRELOAD", "Memory", "RankFailure", "Record", "assert_parity", "assert_records_match", "launch", "on_ranks",
-    "one_process", "random_tokens", "token_loss_sum", "token_steps", "train_steps", "whole",
+    "PRELOAD", "Memory", "RankFailure", "Record", "assert_parity", "assert_records_match", "launch",
+    "measure_memory", "on_ranks", "one_process", "random_tokens", "token_loss_sum", "token_steps", "train_steps",
+    "whole",
 ]  # fmt: skip

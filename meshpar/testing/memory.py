@@ -49,8 +49,14 @@ def storages() -> dict[int, tuple[int, Tensor]]:
     return by_number
 
 
-def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
-    """Run something; return its result, the peak bytes of host memory of tensors, and those that are left."""
+def measure_memory(run: Callable[[], Result]) -> tuple[Result, int, int]:
+    """Run something; return its result, the peak bytes of host memory that its tensors take, and those that are left.
+
+    >>> import torch
+    >>> _, peak, left = measure_memory(lambda: torch.ones(1000).sum().item())
+    >>> peak >= 4000 > left
+    True
+    """
     recorded: Any = profile(profile_memory=True)
     with recorded:
         result = run()

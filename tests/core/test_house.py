@@ -65,7 +65,6 @@ MEASURED = {
         "gpu.py": "_torch.autograd forecasting.step launchers.jobs.reports passes.recompute launchers.jobs.profile",
         "jobs.py": "launchers.jobs",
         "log_probs.py": "losses.chunked",
-        "pipeline.py": "testing.memory",
         "peer_ranks.py": "models.huggingface",
         "save_planning.py": "checkpoints.format.manifest checkpoints.format.writing checkpoints.steps.planning "
         "checkpoints.steps.saving checkpoints.storage.place exchange.host_messages tensors.placements",

@@ -25,8 +25,8 @@ from meshpar import (
     TensorParallel,
 )
 from meshpar.checkpoints import CheckpointManager, export_module
-from meshpar.testing import Memory, on_ranks, token_loss_sum, token_steps
-from meshpar.testing.memory import allocated, storages
+from meshpar.testing import Memory, measure_memory, on_ranks, token_loss_sum, token_steps
+from meshpar.testing.memory import storages
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.patience import patient
 from tests.testing.test_parity import MODELS, PLANS, ranks_of
@@ -73,7 +73,7 @@ def test_apply_frees_each_parameter_when_its_part_is_made():
     for name, (mesh, passes) in APPLIED.items():
         gc.collect()
         gc.disable()
-        par, most, left = allocated(lambda mesh=mesh, passes=passes: Plan(mesh, passes).apply(Blocks(), LAYOUT))
+        par, most, left = measure_memory(lambda mesh=mesh, passes=passes: Plan(mesh, passes).apply(Blocks(), LAYOUT))
         gc.enable()
         assert most <= whole + largest + SLACK, (name, most)
         assert par.describe().parameter_bytes <= left <= par.describe().parameter_bytes + SLACK, (name, left)
