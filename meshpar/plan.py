@@ -107,7 +107,8 @@ class Plan:
             spec = MeshSpec(self.mesh.axes, ranks_per_node=per_node).resolve(world_size)
         else:
             spec = MeshSpec.auto(world_size, min(per_node or world_size, world_size), self.mesh)
-        alone = {axis: 1 for pass_ in self.passes if _works_without_axes(pass_) for axis in pass_.axes}
+        passes = [pass_ for pass_ in self.passes if isinstance(pass_, Pass) and pass_.works_without_axes]
+        alone = {axis: 1 for pass_ in passes for axis in pass_.axes}
         return MeshSpec(alone | dict(spec.axes), ranks_per_node=spec.ranks_per_node) if alone else spec
 
     def check(self, module: nn.Module, layout: ModelLayout | None = None, world_size: int | None = None) -> MeshSpec:
@@ -278,10 +279,6 @@ class Plan:
         with runtime.simulated(size):
             par = self.apply(module, layout, device_type="cpu")
             return describe(module, par.layout, str(self))
-
-
-def _works_without_axes(pass_: object) -> bool:
-    return isinstance(pass_, Pass) and pass_.works_without_axes
 
 
 def lost_replica_problems(passes: Sequence[Pass], spec: MeshSpec, module: nn.Module) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
@@ -67,7 +68,8 @@ class TensorInParts(Tensor):
         if func is _ITERATE:
             return iter(wholes[0].unbind(0))
         if func is _REGISTER_HOOK:
-            return _Handles([_REGISTER_HOOK(part, *args[1:], **kwargs) for part in wholes[0].parts])
+            handles = [_REGISTER_HOOK(part, *args[1:], **kwargs) for part in wholes[0].parts]
+            return SimpleNamespace(remove=lambda: [handle.remove() for handle in handles])
         count = len(wholes[0].parts)
         around = AROUND_DRAWS.get() if name in _DRAWS else None
         results = []
@@ -82,18 +84,6 @@ class TensorInParts(Tensor):
             f"{func} cannot compute in equal parts of tp: something inside of a split layer calls it past torch's "
             "functions; drop parts= from TensorParallel"
         )
-
-
-@final
-class _Handles:
-    """The handles of a hook on each of several parts."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def _check(func: Any, name: str, args: Any, kwargs: dict[str, Any], wholes: Sequence[TensorInParts]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -57,16 +56,10 @@ class Totals:
         rows, self._rows = self._rows, []
         if self._sums is None or not rows:
             return
-        every = {name: value for row in rows for name, value in row.items()}
-        wide = functools.reduce(torch.promote_types, [value.dtype for value in every.values()])
-        flat = [
-            torch.cat([row.get(name, torch.zeros_like(value)).reshape(-1).to(wide) for name, value in every.items()])
-            for row in rows
-        ]
-        sums = self._sums(torch.stack(flat)).split([value.numel() for value in every.values()])
+        every = {name: torch.zeros_like(value) for row in rows for name, value in row.items()}
         joined = {
-            name: total.view(value.shape).to(value.dtype)
-            for (name, value), total in zip(every.items(), sums, strict=True)
+            name: self._sums(torch.stack([row.get(name, none) for row in rows])).to(none.dtype)
+            for name, none in every.items()
         }
         self.loss, self.values = joined.pop(""), joined
 

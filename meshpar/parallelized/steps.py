@@ -242,27 +242,16 @@ class TrainingSteps(ModuleOnMesh):
         self.reshard()
         places = self._counted_for(modules) if modules else {}
         row = {name: number for number, name in enumerate(["", *dict.fromkeys(places.values())])}
-        named = self.module.named_parameters() if places else ()
-        own_row = {id(parameter): row[places[name]] for name, parameter in named if name in places}
+        named = {**tensors_elsewhere(self.run), **dict(self.module.named_parameters())}
+        rows = {id(named[name]): row[place] for name, place in places.items() if name in named}
         groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
         layers = self.run.find(Layers)
         norms: Tensor | None = None
         if tree is not None and not math.isinf(norm_type):
-            every = {**tensors_elsewhere(self.run), **dict(self.module.named_parameters())}
-            every = {name: every[name] for name in sorted(every) if every[name].requires_grad}
-            rows = {name: row[places[name]] for name in every if name in places}
-            norms = joint_norms(
-                every, groups, self.resolved.divided(Role.LAYERS), norm_type, self.device, rows, len(row)
-            )
-        norms = clip_grad_norms_(
-            self.module.parameters(),
-            groups,
-            max_norm,
-            norm_type,
-            self.device,
-            None if layers is None else (layers.group, layers.counted_elsewhere()),
-            own_row,
-            len(row),
-            norms,
-        )
+            trained = [named[name] for name in sorted(named) if named[name].requires_grad]
+            apart = self.resolved.divided(Role.LAYERS)
+            norms = joint_norms(trained, groups, apart, norm_type, self.device, rows, len(row))
+        stages = None if layers is None else (layers.group, layers.counted_elsewhere())
+        parameters = self.module.parameters()
+        norms = clip_grad_norms_(parameters, groups, max_norm, norm_type, self.device, stages, rows, len(row), norms)
         return dict(zip(row, norms.unbind(), strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -35,7 +34,8 @@ class TreeOfGradients(Moment):
         self._units, self._part, self._chunk, self._is_last = units, 1.0 / fact.ranks, chunk, is_last
         # of each chunk: levels of the tree, and sums
         self._sums: dict[int, list[tuple[int, Gradients]]] = {}
-        self._left, self._due, self._scaled = 0, False, list[Any]()
+        self._left, self._due = 0, False
+        self._scaled: Any = None
 
     @property
     def is_open(self) -> bool:
@@ -59,19 +59,20 @@ class TreeOfGradients(Moment):
             raise MeshparError(_TWICE if self._left else _EARLIER)
         if not self._is_last():
             return
-        roots = list(roots)
-        if len(roots) > 1:
+        root, *others = roots
+        if others:
             raise MeshparError(_ROOTS)
         if self._part < 1.0:
-            scale = partial(torch.mul, other=self._part)
-            if isinstance(roots[0], Tensor):
-                self._scaled.append(roots[0].register_hook(lambda grad: scale(grad)))
-            else:
-                self._scaled.append(roots[0].register_prehook(lambda grads: tuple(map(scale, grads))))
+            node: Any = root.grad_fn if isinstance(root, Tensor) else root
+            self._scaled = node.register_prehook(self._scale)
+
+    def _scale(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(grad if grad is None else grad * self._part for grad in grads)
 
     def close_backward(self) -> None:
-        while self._scaled:
-            self._scaled.pop().remove()
+        if self._scaled is not None:
+            self._scaled.remove()
+            self._scaled = None
 
     def after_backward(self) -> None:
         """Add a micro-batch's gradients to those before it; leave the sum of all after the last one."""
@@ -82,9 +83,7 @@ class TreeOfGradients(Moment):
         for parameter in self._parameters():
             if parameter.grad is not None:
                 local_gradient(parameter)  # leaves it divided as the parameter is
-                grads[parameter] = parameter.grad
-        for parameter in grads:
-            parameter.grad = None
+                grads[parameter], parameter.grad = parameter.grad, None
         self._push(grads)
         self._due = False
         if self._left == 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,48 +25,45 @@ RUNS = weakref.WeakSet[object]()
 
 
 def joint_norms(
-    named: Mapping[str, Tensor],
+    parameters: Sequence[Tensor],
     groups: Mapping[str, dist.ProcessGroup],
     apart: Collection[str],
     norm_type: float,
     device: torch.device,
-    rows: Mapping[str, int],
+    rows: Mapping[int, int],
     count: int,
 ) -> Tensor:
-    """Return ``count`` norms, the joint one first; ``rows``: which one a parameter has, too. Collective.
+    """Return ``count`` norms, the joint one first; ``rows``: by ``id``, which one a parameter has, too. Collective.
 
-    ``named`` has all parameters of the model in one order: those of other ranks, which differ over the axes ``apart``
-    of ``groups``, on the meta device.
+    ``parameters`` are all of the model in one order: those of other ranks, which differ over the axes ``apart`` of
+    ``groups``, on the meta device.
     """
     if norm_type not in (1.0, 2.0):
         raise MeshparError(
             f"the norm of type {norm_type:g} takes powers, whose last bits depend on a value's place in memory; under "
             "same_bits use norm_type=2, 1 or inf"
         )
-    wide = torch.float64 if torch.float64 in {parameter.dtype for parameter in named.values()} else torch.float32
-    sizes = [math.prod(_blocks(parameter)) for parameter in named.values()]
+    wide = torch.float64 if torch.float64 in {parameter.dtype for parameter in parameters} else torch.float32
+    blocks = [_blocks(parameter) for parameter in parameters]
     # Each sum is one rank's alone, and the others add zeros: the order of these additions does not matter.
-    every = torch.zeros(sum(sizes), dtype=wide, device=device)
-    for number, (parameter, sums) in enumerate(zip(named.values(), every.split(sizes), strict=True)):
+    every = torch.zeros(sum(map(math.prod, blocks)), dtype=wide, device=device)
+    sums = [part.view(block) for part, block in zip(every.split(list(map(math.prod, blocks))), blocks)]
+    for number, parameter in enumerate(parameters):
         index, copies, cut = 0, 1, sharded_axes(parameter)
         for axis, group in groups.items():
             if axis not in (*apart, *cut):
                 index, copies = index * group.size() + group.rank(), copies * group.size()
         # ranks with copies divide the parameters
         if number % copies == index and parameter.grad is not None:
-            own_sums, region = _sums(parameter, norm_type, wide)
-            sums.view(_blocks(parameter))[region] = own_sums
+            _add_up(parameter, norm_type, sums[number])
     for group in groups.values():
         if group.size() > 1:
             dist.all_reduce(every, group=group)
-    totals = [
-        fold(fold(sums.view(_blocks(parameter)[0], -1)))
-        for parameter, sums in zip(named.values(), every.split(sizes), strict=True)
-    ]
-    members: list[list[Tensor]] = [totals, *([] for _ in range(count - 1))]
-    for name, total in zip(named, totals, strict=True):
-        if rows.get(name, 0):
-            members[rows[name]].append(total)
+    members: list[list[Tensor]] = [[] for _ in range(count)]
+    for parameter, of_parameter in zip(parameters, sums):
+        total = fold(fold(of_parameter.view(len(of_parameter), -1)))
+        for row in {0, rows.get(id(parameter), 0)}:
+            members[row].append(total)
     powers = torch.stack([fold(torch.stack(of_one)) for of_one in members])
     return powers ** (1.0 / norm_type)
 
@@ -86,17 +83,16 @@ def _blocks(parameter: Tensor) -> tuple[int, ...]:
     return rows, *(math.gcd(length, PARTS) for length in columns)
 
 
-def _sums(parameter: Tensor, norm_type: float, wide: torch.dtype) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return this rank's sums of powers, and which of the whole these are."""
+def _add_up(parameter: Tensor, norm_type: float, sums: Tensor) -> None:
+    """Write this rank's sums of powers of a gradient into those of the whole."""
     rows, *columns = held_by_this_rank(parameter) or (slice(0, 1),)
-    widths = [
-        max(length // parts, 1) for length, parts in zip(parameter.shape[1:], _blocks(parameter)[1:], strict=True)
-    ]
+    widths = [max(length // parts, 1) for length, parts in zip(parameter.shape[1:], sums.shape[1:], strict=True)]
     region = [slice(part.start // width, part.stop // width) for part, width in zip(columns, widths, strict=True)]
-    grad = local_gradient(parameter).to(wide)
+    part = sums[rows, *region]
+    grad = local_gradient(parameter).to(sums.dtype)
     powers = grad.square() if norm_type == 2 else grad.abs()
-    count, parts = rows.stop - rows.start, [part.stop - part.start for part in region]
-    powers = powers.reshape(count, *(length for cut in zip(parts, widths, strict=True) for length in cut))
-    order = (0, *range(1, powers.ndim, 2), *range(2, powers.ndim, 2))
-    powers = powers.permute(order).reshape(count, *parts, math.prod(widths))
-    return fold(powers) if count else powers.sum(-1), (rows, *region)
+    if len(part):
+        cuts = zip(part.shape[1:], widths, strict=True)
+        powers = powers.reshape(len(part), *(length for cut in cuts for length in cut))
+        order = (0, *range(1, powers.ndim, 2), *range(2, powers.ndim, 2))
+        part.copy_(fold(powers.permute(order).reshape(*part.shape, math.prod(widths))))

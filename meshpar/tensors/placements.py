@@ -169,8 +169,17 @@ def clip_grad_norms_(
             together = twice if elsewhere and id(parameter) in elsewhere else over[rows.get(id(parameter), 0)]
             together.append(held_part(grad))
     if norms is None:
-        dtypes = {parameter.dtype for parameter in parameters}
-        norms = _norms(parts, groups, norm_type, device, stages, dtypes, count)
+        largest, dtypes = math.isinf(norm_type), {parameter.dtype for parameter in parameters}
+        wide = torch.float32 if dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
+        powers = {
+            axes: torch.stack([_power(grads, norm_type, device).to(wide) for grads in over])
+            for axes, over in parts.items()
+        }
+        joined = joined_over_axes(powers, groups, norm_type, torch.zeros(count, device=device))
+        if stages is not None:
+            dist.all_reduce(joined, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stages)
+        joined[0] = joined.max() if largest else joined.sum()
+        norms = joined if largest else joined ** (1.0 / norm_type)
     if not math.isinf(max_norm):
         scale = (max_norm / (norms[0] + 1e-6)).clamp(max=1.0)
         scales = {scale.device: scale}
@@ -180,27 +189,6 @@ def clip_grad_norms_(
                     scales[grad_device] = scale.to(grad_device)
                 foreach_mul_(together, scales[grad_device])
     return norms
-
-
-def _norms(
-    parts: Mapping[frozenset[str], Sequence[list[Tensor]]],
-    groups: Mapping[str, dist.ProcessGroup],
-    norm_type: float,
-    device: torch.device,
-    stages: dist.ProcessGroup | None,
-    dtypes: Collection[torch.dtype],
-    count: int,
-) -> Tensor:
-    """Return ``count`` joint norms of gradients by the axes that split them; of ``dtypes`` are the parameters."""
-    wide = torch.float32 if not {torch.float64, torch.complex128}.intersection(dtypes) else torch.float64
-    powers = {
-        axes: torch.stack([_power(grads, norm_type, device).to(wide) for grads in over]) for axes, over in parts.items()
-    }
-    joined = joined_over_axes(powers, groups, norm_type, torch.zeros(count, device=device))
-    if stages is not None:
-        dist.all_reduce(joined, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=stages)
-    joined[0] = joined.max() if math.isinf(norm_type) else joined.sum()
-    return joined if math.isinf(norm_type) else joined ** (1.0 / norm_type)
 
 
 def joined_over_axes(

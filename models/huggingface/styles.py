@@ -90,8 +90,7 @@ class LatentKeys(Style):
 class FullPositions(Style):
     """On the base model, under sequence parallelism: give it the positions of the whole sequence, not of its part."""
 
-    def length_in_parts(self, module: nn.Module) -> int:
-        return 0
+    computes_in_parts = True
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         def fill(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,7 +117,7 @@ class Head(Style):
     model: Any = field(default=None, repr=False, compare=False)
     gather: str = "loss"
 
-    splits = stands_alone = True
+    splits = stands_alone = computes_in_parts = True
 
     @property
     def splits_logits(self) -> bool:  # type: ignore[override]

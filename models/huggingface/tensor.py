@@ -244,12 +244,14 @@ def _unknown(style: str) -> Refused:
 def _with_own(module: nn.Module, owner: str, plan: Mapping[str, str]) -> Any:
     """Return the style of a module that computes with parameters of its own."""
     style, dims, added = plan.get(owner), {}, []
-    own = {name: (parameter, plan.get(f"{owner}.{name}")) for name, parameter in module.named_parameters(recurse=False)}
+    planned = {
+        name: (parameter, plan.get(f"{owner}.{name}")) for name, parameter in module.named_parameters(recurse=False)
+    }
     # Inkling's plan calls gate and up, which stand one after the other, a single projection.
     halves = vars(module).get("is_concatenated", False) and {
-        2 * parameter.shape[-1] for parameter, how in own.values() if how == "rowwise" and parameter.ndim == 3
+        2 * parameter.shape[-1] for parameter, how in planned.values() if how == "rowwise" and parameter.ndim == 3
     }
-    for name, (parameter, how) in own.items():
+    for name, (parameter, how) in planned.items():
         bias = name.endswith("bias") and parameter.ndim < 3
         if how == "rowwise" and bias:
             added.append(name)

@@ -157,7 +157,10 @@ def test_the_partial_sums_of_same_bits_count():
     peaks = {}
     for same_bits in (False, True):
         model = transformer(replace(SMALL, layers=2))
-        plan, batch = Plan("dp_shard=2", [FullyShard()], same_bits=same_bits), Batch(8, accumulate=4, reduce_each=True)
+        plan, batch = (
+            Plan("dp_shard=2", [FullyShard()], same_bits=same_bits),
+            Batch(sequence=8, accumulate=4, reduce_each=True),
+        )
         peaks[same_bits] = forecast(plan, model, batch, hardware="h100", depth="all").memory.peak
     shards = sum(-(-one.shape[0] // 2) * one[0].numel() * 4 for one in model.parameters())
     # before the last of four micro-batches the sum of two and that of one, in the place of the sum of three

@@ -63,10 +63,10 @@ def split(model=None, mesh="tp=2", parts=4, *, others=(), table=TABLE, **options
     return problems(mesh, passes, model or Model(), ModelLayout(tensor=table))
 
 
-def bits(pass_):
+def bits(pass_, size=2):
     """The problems of a plan with the same bits as other meshes."""
     try:
-        Plan("tp=2", [pass_], same_bits=True).check(Model(), ModelLayout(tensor=TABLE), 2)
+        Plan(f"tp={size}", [pass_], same_bits=True).check(Model(), ModelLayout(tensor=TABLE), size)
     except PlanError as error:
         return error.problems
     return ()
@@ -116,6 +116,9 @@ ROWS = [
     Row("same_bits on tp={} needs features that are computed in equal parts")
     .refuses(lambda: bits(TensorParallel()))
     .helps("write TensorParallel(parts={}) on this mesh and on every other one", lambda: bits(TensorParallel(parts=8))),
+    Row("same_bits sums squares of gradients in {} parts of columns, of which tp={} has more")
+    .refuses(lambda: bits(TensorParallel(parts=16), 16))
+    .helps("use tp={}", lambda: bits(TensorParallel(parts=16), 8)),
     Row("{} does not compute in the equal parts of TensorParallel(parts={})")
     .refuses(lambda: split(others=[Compile(blocks=("mlp",))]))
     .helps("drop {}", split)

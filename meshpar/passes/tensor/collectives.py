@@ -106,49 +106,44 @@ def _link_parts(x: Tensor, compute: _OfParts, back: _OfParts, *how: Any) -> Tens
     return in_parts(_LinkedParts.apply(compute, back, how, *parts_of(x)))
 
 
+def _link_either(x: Tensor, alone: tuple[Any, Any], in_parts: tuple[Any, Any], *how: Any) -> Tensor:
+    """Return ``x`` linked by a pair of functions: of a tensor on its own, or of one in parts."""
+    return _link_parts(x, *in_parts, *how) if isinstance(how[-1], PartsGroup) else link(x, *alone, *how)
+
+
 def own_parts(x: Tensor, dim: int, group: Any) -> Tensor:
     """Return this rank's ``x`` in the parts that it computes, cut along ``dim``; as it is where there are none."""
-    return _link_parts(x, _cut, _joined, dim, group) if isinstance(group, PartsGroup) else x
+    return _link_parts(x, _cut, _joined, 1, dim, group) if isinstance(group, PartsGroup) else x
 
 
 def join_parts(x: Tensor, dim: int, group: Any) -> Tensor:
     """Return the parts of this rank joined along ``dim``."""
-    return _link_parts(x, _joined, _cut, dim, group) if isinstance(group, PartsGroup) else x
+    return _link_parts(x, _joined, _cut, 1, dim, group) if isinstance(group, PartsGroup) else x
 
 
 def copy_to(x: Tensor, group: Any) -> Tensor:
     """Return ``x``, replicated over the axis; its gradient is summed over the axis."""
-    if isinstance(group, PartsGroup):
-        return _link_parts(x, _copies, _total, group)
-    return link(x, _view, reduce_from, group)
+    return _link_either(x, (_view, reduce_from), (_copies, _total), group)
 
 
 def copy_weight(x: Tensor, group: Any) -> Tensor:
     """Return a parameter that every rank holds whole; its gradient is summed over the axis, in float32 or wider."""
-    if isinstance(group, PartsGroup):
-        return _link_parts(x, _copies, _total_in_float32, group)
-    return link(x, _view, _sum_in_float32, group)
+    return _link_either(x, (_view, _sum_in_float32), (_copies, _total_in_float32), group)
 
 
 def reduce_from(x: Tensor, group: Any) -> Tensor:
     """Return the sum of the axis's partial ``x``, replicated; the gradient passes as it is."""
-    if isinstance(group, PartsGroup):
-        return _link_parts(x, _total, _copies, group)
-    return link(x, _all_reduce, _copy_trained, group)
+    return _link_either(x, (_all_reduce, _copy_trained), (_total, _copies), group)
 
 
 def gather_partial(x: Tensor, dim: int, group: Any) -> Tensor:
     """Return the shards of ``x`` joined along ``dim``; the gradient, partial over the axis, is summed and scattered."""
-    if isinstance(group, PartsGroup):
-        return _link_parts(x, _gathered_copies, _scattered_total, dim, group)
-    return link(x, _all_gather, reduce_scatter, dim, group)
+    return _link_either(x, (_all_gather, reduce_scatter), (_gathered_copies, _scattered_total), dim, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
     """Return this rank's shard along ``dim`` of the sum of the axis's partial ``x``; the gradient is gathered."""
-    if isinstance(group, PartsGroup):
-        return _link_parts(x, _scattered_total, _gathered_copies, dim, group)
-    return link(x, _reduce_scatter, gather_partial, dim, group)
+    return _link_either(x, (_reduce_scatter, gather_partial), (_scattered_total, _gathered_copies), dim, group)
 
 
 def gather_replicated(x: Tensor, size: int, group: Any) -> Tensor:
@@ -168,7 +163,7 @@ def split_replicated(x: Tensor, group: Any) -> Tensor:
 def regroup(weight: Tensor, parts: int, dim: int, group: Any) -> Tensor:
     """Return [q_r | k_r | v_r] of ``parts`` equal ones fused along ``dim``, of contiguous shards of [q | k | v]."""
     if isinstance(group, PartsGroup):
-        return _link_parts(regroup(weight, parts, dim, group.group), _cut_fused, _joined_fused, parts, dim, group)
+        return _link_parts(regroup(weight, parts, dim, group.group), _cut, _joined, parts, dim, group)
     return link(weight, _by_part, _ungroup, parts, dim, group)
 
 
@@ -255,20 +250,12 @@ def _scattered_total(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[
     return [sum_share(torch.cat(total.chunk(ranks.size(), dim)) if dim else total, ranks)]
 
 
-def _cut(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[Tensor]:
-    return [_own_memory(part) for part in xs[0].chunk(group.each, dim)]
-
-
-def _joined(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[Tensor]:
-    return [torch.cat(list(xs), dim)]
-
-
-def _cut_fused(xs: Sequence[Tensor], fused: int, dim: int, group: PartsGroup) -> list[Tensor]:
+def _cut(xs: Sequence[Tensor], fused: int, dim: int, group: PartsGroup) -> list[Tensor]:
     pieces = [projection.chunk(group.each, dim) for projection in xs[0].chunk(fused, dim)]
-    return [torch.cat(part, dim) for part in zip(*pieces)]
+    return [torch.cat(part, dim) if fused > 1 else _own_memory(part[0]) for part in zip(*pieces)]
 
 
-def _joined_fused(xs: Sequence[Tensor], fused: int, dim: int, group: PartsGroup) -> list[Tensor]:
+def _joined(xs: Sequence[Tensor], fused: int, dim: int, group: PartsGroup) -> list[Tensor]:
     pieces = zip(*(part.chunk(fused, dim) for part in xs))
     return [torch.cat([piece for projection in pieces for piece in projection], dim)]
 

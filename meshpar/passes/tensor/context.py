@@ -167,6 +167,7 @@ class Style:
         splits_logits: the output may stay split over the vocabulary for the loss.
         splits_positions: the module, an embedding, can return this rank's positions of the sequence.
         stands_alone: input and output are not split, so the module can be tested by itself.
+        computes_in_parts: the module also computes in the equal parts of ``TensorParallel(parts=...)``.
         local_inputs: keyword names of a region's inputs that hold this rank's heads already.
     """
 
@@ -178,15 +179,16 @@ class Style:
     splits_logits: bool = False
     splits_positions: bool = False
     stands_alone: bool = False
+    computes_in_parts: bool = False
     local_inputs: tuple[str, ...] = ()
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield why ``module`` cannot be split over ``size`` ranks. Pure."""
         return iter(())
 
-    def length_in_parts(self, module: nn.Module) -> int | None:
-        """Return the length that ``TensorParallel(parts=...)`` must divide, 0 where nothing is; None: unsupported."""
-        return None
+    def length_in_parts(self, module: nn.Module) -> int:
+        """Return the length that ``TensorParallel(parts=...)`` must divide, 0 where nothing is divided."""
+        return 0
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Replace the parameters that are split by DTensors on ``context.mesh``."""

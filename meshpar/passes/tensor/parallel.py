@@ -22,6 +22,7 @@ from meshpar.passes.tensor.parts import CopiedHeads, Experts, Parts
 from meshpar.passes.tensor.random import SplitState, draws_random
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, parse
 from meshpar.passes.tensor.styles import Sequence as SequenceStyle
+from meshpar.same_bits.norms import PARTS
 from meshpar.step.calls import installed, set_attribute
 
 _WHOLE_SHARE = 0.25
@@ -117,6 +118,11 @@ class TensorParallel(Pass):
                 f"same_bits on tp={mesh.axes['tp']} needs features that are computed in equal parts; write "
                 f"TensorParallel(parts={parts}) on this mesh and on every other one"
             )
+        elif mesh.axes["tp"] > PARTS:
+            yield (
+                f"same_bits sums squares of gradients in {PARTS} parts of columns, of which tp={mesh.axes['tp']} has "
+                f"more; use tp={PARTS}"
+            )
 
     def _problems_in_parts(self, module: nn.Module, layout: ModelLayout, size: int, parts: int) -> Iterator[str]:
         """Yield why features cannot be computed in ``parts`` equal parts by ``size`` ranks."""
@@ -149,22 +155,26 @@ class TensorParallel(Pass):
         table = self._table(module, layout)
         for name, child, style in table.styled:
             length = style.length_in_parts(child)
-            styled_child = next((other for other, _, _ in table.styled if other.startswith(f"{name}.")), None)
-            if self.sequence_parallel and isinstance(style, SequenceStyle) and styled_child:
+            nested = next((other for other, _, _ in table.styled if other.startswith(f"{name}.")), None)
+            if self.sequence_parallel and isinstance(style, SequenceStyle) and nested:
                 yield (
-                    f"{name} has the style 'sequence' and runs {styled_child}, which has a style, too, so that equal "
+                    f"{name} has the style 'sequence' and runs {nested}, which has a style, too, so that equal "
                     "parts of the sequence would be cut twice; use sequence_parallel=False, or drop parts= from "
                     "TensorParallel"
                 )
-            elif length is None:
+                continue
+            if style.computes_in_parts and length % parts == 0:
+                continue
+            remedy = whole_styles(_split_together(table, name))
+            if not style.computes_in_parts:
                 yield (
                     f"{name} has the style {type(style).__name__}, which does not compute in equal parts; leave it "
-                    f"whole: {whole_styles(_split_together(table, name))}, or drop parts= from TensorParallel"
+                    f"whole: {remedy}, or drop parts= from TensorParallel"
                 )
-            elif length % parts:
+            else:
                 yield (
                     f"{name} splits {length} rows or features, which parts={parts} does not divide; leave it whole: "
-                    f"{whole_styles(_split_together(table, name))}"
+                    f"{remedy}"
                 )
 
     def _every_problem(self, module: nn.Module, layout: ModelLayout, size: int) -> Iterator[str]:

@@ -39,7 +39,7 @@ class Parts(Style):
     # the module takes replicated inputs to partial sums (experts); else what is around it has styles
     sums: bool = False
 
-    splits = True
+    splits = computes_in_parts = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         for parameter, value in module.named_parameters(recurse=False):
@@ -59,9 +59,6 @@ class Parts(Style):
                     f"{name}.{parameter} has {fused}{length // parts} in dim {dim}, which tp={size} does not divide; "
                     f"{fits}"
                 )
-
-    def length_in_parts(self, module: nn.Module) -> int:
-        return 0
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         for parameter, (dim, _) in self.dims.items():
@@ -178,7 +175,7 @@ class FeatureTable(Style):
 
     gather: bool = True
 
-    splits = True
+    splits = computes_in_parts = True
 
     @property
     def stands_alone(self) -> bool:  # type: ignore[override]
@@ -220,6 +217,8 @@ class FeatureTable(Style):
 class Shared(Style):
     """A module whose output every rank adds to a partial sum: each adds its share of it."""
 
+    computes_in_parts = True
+
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         if any(True for _ in module.parameters()):
             yield f"{name} has parameters, whose gradients a share would scale; leave it out of the table"
@@ -227,9 +226,6 @@ class Shared(Style):
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         inner, size = module.forward, context.parts
         set_forward(module, lambda x: inner(x) / size)
-
-    def length_in_parts(self, module: nn.Module) -> int:
-        return 0
 
 
 @final

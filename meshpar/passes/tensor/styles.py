@@ -47,7 +47,7 @@ from meshpar.step.calls import record, set_attribute, set_forward
 class Vocabulary(Style):
     """An embedding split by rows: each rank looks up the tokens that it holds, and the results are summed."""
 
-    splits = splits_positions = stands_alone = True
+    splits = splits_positions = stands_alone = computes_in_parts = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         if not isinstance(module, nn.Embedding):
@@ -111,7 +111,7 @@ class Region(Style):
     # attributes of the module, of heads or features, that become those of one part
     counts: tuple[str, ...] = ()
 
-    is_region = True
+    is_region = computes_in_parts = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         for attribute in self.counts:
@@ -170,9 +170,6 @@ class Region(Style):
             )
         return copy_to(value, context.features)
 
-    def length_in_parts(self, module: nn.Module) -> int:
-        return 0
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -184,7 +181,7 @@ class Colwise(Style):
     # the output stays split by "no", is joined by "yes", and by "loss" unless the loss is parallel
     gather: str = "no"
 
-    splits = True
+    splits = computes_in_parts = True
 
     @property
     def stands_alone(self) -> bool:  # type: ignore[override]
@@ -264,7 +261,7 @@ class Rowwise(Style):
 
     split_input: bool = False
 
-    splits = True
+    splits = computes_in_parts = True
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         if (features := features_of(module)) is None:
@@ -304,7 +301,7 @@ class Rowwise(Style):
 class Sequence(Style):
     """A module between the regions (norm, position embedding): under sequence parallelism on a rank's positions."""
 
-    stands_alone = splits_positions = True
+    stands_alone = splits_positions = computes_in_parts = True
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         if not context.sequence_parallel:
@@ -328,19 +325,13 @@ class Sequence(Style):
 
         set_forward(module, forward_in_parts)
 
-    def length_in_parts(self, module: nn.Module) -> int:
-        return 0
-
 
 @final
 @dataclass(frozen=True, slots=True)
 class GradSum(Style):
     """A replicated module applied to this rank's slice of heads (q/k norms): its gradients are summed over the axis."""
 
-    sums_gradients = True
-
-    def length_in_parts(self, module: nn.Module) -> int:
-        return 0
+    sums_gradients = computes_in_parts = True
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         sum_gradients(name, module, context)
