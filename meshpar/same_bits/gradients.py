@@ -135,7 +135,7 @@ def join_input_gradients(blocks: Iterable[nn.Module]) -> None:
         block.register_forward_pre_hook(_view_inputs, with_kwargs=True)
 
 
-def _view_inputs(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _view_inputs(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - of hooks
     def view(x: Tensor) -> Tensor:
         return x.view_as(x) if x.requires_grad else x
 
