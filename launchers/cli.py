@@ -296,9 +296,19 @@ def plan(
         )
     elif recipe is not None:
         forecast_recipe(
-            recipe, overrides or [], hardware, nodes=nodes, gpus_per_node=gpus_per_node, elastic=elastic,
-            search=search, seconds=seconds, full=full, trust=trust, html=html, json_file=json_file,
-        )  # fmt: skip
+            recipe,
+            overrides or [],
+            hardware,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            elastic=elastic,
+            search=search,
+            seconds=seconds,
+            full=full,
+            trust=trust,
+            html=html,
+            json_file=json_file,
+        )
 
 
 data = Commands(no_args_is_help=True, help="Show the data of a recipe.")
