@@ -25,7 +25,7 @@ from meshpar.core.errors import CheckpointError
 from meshpar.core.layout import ModelLayout
 from meshpar.state.averaging import Averaged
 from meshpar.state.full import BLOCKS, place_optimizer_state
-from meshpar.tensors.placements import local_tensor, placed_like, sharded_axes
+from meshpar.tensors.placements import local_tensor, placed_like, replicated_like, sharded_axes
 
 NamedOptimizers = Mapping[str, torch.optim.Optimizer]  # of different parameters
 Optimizers = torch.optim.Optimizer | NamedOptimizers
@@ -295,6 +295,8 @@ def _room(
             return placed_like(room, parameter, {room.ndim - 1})
         if all(stored.shape[dim] == 1 for dim in reduced):  # a factor of rows or columns
             return placed_like(room, parameter, reduced)
+    if isinstance(parameter, DTensor) and room.numel() > 1:
+        return replicated_like(room, parameter)  # whole on every rank: of a rule of one's own for matrices
     return room
 
 

@@ -233,6 +233,13 @@ class Owners:
                 for (piece, part), update in zip(parts, values[: sum(sizes)].split(sizes)):
                     put(piece, _within(part, piece.parts[here]), update.view(_shape(part)))
 
+    def add(self, values: Tensor) -> Tensor:
+        """Add values up over these ranks and their replicas, in place, and return them. Collective."""
+        for group in (self.group, self.replicas):
+            if group is not None:
+                dist.all_reduce(values, group=group)
+        return values
+
     def _exchange(self, parts: Sequence[Tensor], outgoing: list[int], incoming: list[int], like: Tensor) -> Tensor:
         flat = torch.cat([tensor.reshape(-1) for tensor in parts]) if parts else like.new_empty(0)
         if self.group is None:

@@ -1,13 +1,15 @@
-"""Muon: momentum whose update is orthogonalised, each matrix whole on one rank, whatever the mesh."""
+"""Muon: momentum whose update a rule makes of each whole matrix on one rank, whatever the mesh."""
 
 from __future__ import annotations
 
+import abc
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +20,74 @@ from meshpar.optim.matrices import Matrices, OwnedMatrix, Owners, Place, Round, 
 from meshpar.parallelized import Parallelized
 from meshpar.passes.pipeline.portion import first_covering
 from meshpar.step.forward import layout_of
-from meshpar.tensors.placements import held_by_this_rank, local_gradient, local_tensor
+from meshpar.tensors.placements import held_by_this_rank, local_gradient, local_tensor, replicated_like
 
 _ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix may be larger
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _SHAPES = ("stacked", "dim", "parts")  # of Matrices
 _KNOWN = {"rule", "lr", "weight_decay", "momentum", "nesterov", "ns_steps", "betas", "eps", *_SHAPES}
 _Options = Mapping[str, Any]
-_Exchange = tuple[Owners, Round, Tensor]  # the last has the dtype and device of the exchange
+
+
+class MatrixRule(abc.ABC):
+    """A rule of one's own for whole matrices: ``Muon(update=...)``.
+
+    One rank computes the update of a matrix, and every rank has its state afterwards.
+
+    >>> class Sign(MatrixRule):
+    ...     def update(self, matrix, state, group):
+    ...         return matrix.sign()
+    """
+
+    def state(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
+        """Return name -> shape of what the rule keeps of a matrix, in float32. It begins with zeros; none by default.
+
+        Every rank keeps all of it, and a checkpoint has it once, for any mesh: keep vectors of rows or columns.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def update(self, matrix: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+        """Return the update of one matrix, which replaces its momentum.
+
+        Args:
+            matrix: gradient after momentum, (rows, columns) in ``ns_dtype``. The rule may write into it.
+            state: tensors of :meth:`state`, which the rule changes in place.
+            group: the options of the parameter's group.
+        """
+
+    def apply(self, weight: Tensor, update: Tensor, factor: float, group: Mapping[str, Any]) -> None:
+        """Step the same part of a weight and of its update in place: each element alone. Decays as AdamW by default.
+
+        Args:
+            weight: part of the matrix that this rank holds.
+            update: the same part of what :meth:`update` returned.
+            factor: of ``adjust_lr_fn``, from the whole matrix's rows and columns.
+            group: the options of the parameter's group, with ``lr`` and ``weight_decay``.
+        """
+        lr = float(group["lr"])
+        weight.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * factor)
+
+
+@final
+class _Orthogonal(MatrixRule):
+    """Replace the momentum by about the nearest semi-orthogonal matrix, as torch.optim.Muon does."""
+
+    def update(self, matrix: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+        return orthogonal(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+class _Work(NamedTuple):
+    """Who computes which matrices of a step, and the parts that each has of its parameter's state by the rule."""
+
+    # the last has the dtype and device of the exchange
+    rounds: list[tuple[Owners, Round, Tensor]]
+    # the numbers of parameters whose matrices these ranks divide
+    members: list[tuple[Owners, list[int], Tensor]]
+    # of each parameter: name -> elements
+    sizes: list[Counter[str]]
+    # of each matrix, by its id: name -> elements and shape
+    spans: dict[int, dict[str, tuple[slice, tuple[int, ...]]]]
 
 
 @final
@@ -57,6 +119,7 @@ class Muon(torch.optim.Optimizer):
             ``"match_rms_adamw"``, with which learning rate and decay of AdamW fit.
         ns_dtype: dtype of the iterations, and of what ranks exchange. ``"bfloat16"`` is torch's; it amplifies the last
             bit of a gradient, so runs on two meshes drift apart. ``"float32"`` equals one process to rounding.
+        update: a rule of one's own in place of the iterations; it gets ``ns_dtype``, and ``adjust_lr_fn`` applies.
         per_head: each head of a projection in the layout's ``heads`` is a matrix.
         adamw: ``lr``, ``betas``, ``eps`` and ``weight_decay`` of AdamW, where they differ from ``lr``, (0.9, 0.95),
             1e-8 and ``weight_decay``.
@@ -87,6 +150,7 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         *,
         ns_dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        update: MatrixRule | None = None,
         per_head: bool = False,
         adamw: Mapping[str, Any] | None = None,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
@@ -99,10 +163,11 @@ class Muon(torch.optim.Optimizer):
         muon |= {"adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype}
         rest = {"rule": "adamw", **rates, "betas": (0.9, 0.95), "eps": 1e-8}
         rest |= {key: tuple(value) if key == "betas" else value for key, value in (adamw or {}).items()}
-        _check(muon, adamw or {}, groups or {})
+        self._rule = _Orthogonal() if update is None else update
+        _check(muon, adamw or {}, groups or {}, self._rule)
         groups_of_both = _sort_groups(module, common | muon, common | rest, groups or {}, per_head=per_head)
         # which holds its parameters: the number of one that is gone may be another's
-        self._planned: tuple[list[Tensor], list[_Exchange]] = ([], [])
+        self._planned: tuple[list[Tensor], _Work] = ([], _Work([], [], [], {}))
         super().__init__(groups_of_both, {})
         self._shares = functools.cache(shares)  # of a layout, of which many parameters have the same
         for group in self.param_groups:
@@ -140,8 +205,9 @@ class Muon(torch.optim.Optimizer):
             local.addcdiv_(first, root, value=-lr / (1 - beta1**step))
 
     def _step_muon(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        weights, grads, momenta = [], [], []
-        for parameter, group in matrices:
+        work = self._plan(matrices)
+        weights, grads, momenta, states = [], [], [], []
+        for number, (parameter, group) in enumerate(matrices):
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -149,51 +215,78 @@ class Muon(torch.optim.Optimizer):
             grads.append(local_gradient(parameter))
             momenta.append(local_tensor(state["momentum_buffer"]))
             momenta[-1].lerp_(grads[-1], 1 - group["momentum"])
-            weights[-1].mul_(1 - float(group["lr"]) * group["weight_decay"])
+            for name, size in work.sizes[number].items():
+                if name not in state:
+                    zeros = torch.zeros(size, device=weights[-1].device)
+                    state[name] = replicated_like(zeros, parameter) if isinstance(parameter, DTensor) else zeros
+            states.append({name: local_tensor(state[name]) for name in work.sizes[number]})
+        # what the rule makes of the states of this rank's matrices; zero for those of other ranks
+        computed = [{name: torch.zeros_like(value) for name, value in state.items()} for state in states]
 
         def part_of(piece: OwnedMatrix, place: Place) -> Tensor:
             group = matrices[piece.parameter][1]
             momentum, grad = momenta[piece.parameter][place], grads[piece.parameter][place]
             return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
-        def compute(piece: OwnedMatrix, update: Tensor) -> Tensor:
-            group = matrices[piece.parameter][1]
-            return orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        def compute(piece: OwnedMatrix, matrix: Tensor) -> Tensor:
+            number, state = piece.parameter, dict[str, Tensor]()
+            for name, (span, shape) in work.spans[id(piece)].items():
+                state[name] = states[number][name][span].to(matrix.device, copy=True).view(shape)
+            update = self._rule.update(matrix, state, matrices[number][1])
+            for name, (span, _) in work.spans[id(piece)].items():
+                computed[number][name][span] = state[name].flatten()
+            return update
 
         def put(piece: OwnedMatrix, place: Place, update: Tensor) -> None:
             group, part = matrices[piece.parameter][1], weights[piece.parameter][place]
             rows, columns = piece.shape  # the factors of the learning rate are torch.optim.Muon's
             by_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
             factor = 0.2 * math.sqrt(max(rows, columns)) if by_adamw else math.sqrt(max(1, rows / columns))
-            part.add_(update.to(part.device), alpha=-float(group["lr"]) * factor)
+            self._rule.apply(part, update.to(part.device), factor, group)
 
-        for owners, one_round, like in self._plan(matrices):
+        for owners, one_round, like in work.rounds:
             owners.run(one_round, part_of, compute, put, like)
+        for owners, numbers, like in work.members:
+            values = [value for number in numbers for value in computed[number].values()]
+            sums = owners.add(torch.cat(values).to(like.device)) if values else torch.empty(0)
+            for number in numbers:
+                for value in states[number].values():
+                    value.copy_(sums[: len(value)])
+                    sums = sums[len(value) :]
 
     def _owners(self, parameter: Tensor) -> tuple[Owners, list[Place]]:
         if not isinstance(parameter, DTensor):
             return Owners((0,), None, None), [held_by_this_rank(parameter)]
         return self._shares(parameter.shape, parameter.device_mesh, parameter.placements)
 
-    def _plan(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> list[_Exchange]:
+    def _plan(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> _Work:
         """Return who computes what, kept while the same parameters are trained."""
         trained = [parameter for parameter, _ in matrices]
-        if [*map(id, self._planned[0])] != [*map(id, trained)]:
-            sets: dict[tuple[Any, ...], tuple[Owners, list[OwnedMatrix], Tensor]] = {}
-            for number, (parameter, group) in enumerate(matrices):
-                owners, parts = self._owners(parameter)
-                kind = Matrices(**{name: group[name] for name in _SHAPES})
-                like = torch.empty(0, device=_device(parameter), dtype=_DTYPES[group["ns_dtype"]])
-                alike = owners.ranks, owners.replicas, like.device, like.dtype
-                pieces = sets.setdefault(alike, (owners, [], like))[1]
-                for span in kind.of(parameter.shape):
-                    pieces.append(OwnedMatrix(parameter=number, place=span, shape=kind.shape_of(span), parts=parts))
-            rounds: list[_Exchange] = []
-            for owners, pieces, like in sets.values():
-                work = owners.rounds(pieces, _ROUND_BYTES // like.element_size())
-                rounds += [(owners, one_round, like) for one_round in work]
-            self._planned = trained, rounds
-        return self._planned[1]
+        if [*map(id, self._planned[0])] == [*map(id, trained)]:
+            return self._planned[1]
+        sets: dict[tuple[Any, ...], tuple[Owners, list[OwnedMatrix], list[int], Tensor]] = {}
+        work = _Work([], [], [Counter() for _ in trained], {})
+        for number, (parameter, group) in enumerate(matrices):
+            owners, parts = self._owners(parameter)
+            kind = Matrices(**{name: group[name] for name in _SHAPES})
+            like = torch.empty(0, device=_device(parameter), dtype=_DTYPES[group["ns_dtype"]])
+            alike = owners.ranks, owners.replicas, like.device, like.dtype
+            _, pieces, numbers, _ = sets.setdefault(alike, (owners, [], [], like))
+            numbers.append(number)
+            for span in kind.of(parameter.shape):
+                piece = OwnedMatrix(parameter=number, place=span, shape=kind.shape_of(span), parts=parts)
+                pieces.append(piece)
+                spans = work.spans[id(piece)] = {}
+                for name, shape in self._rule.state(*piece.shape).items():
+                    start = work.sizes[number][name]
+                    work.sizes[number][name] += math.prod(shape)
+                    spans[name] = slice(start, work.sizes[number][name]), shape
+        for owners, pieces, numbers, like in sets.values():
+            rounds = owners.rounds(pieces, _ROUND_BYTES // like.element_size())
+            work.rounds.extend((owners, one_round, like) for one_round in rounds)
+            work.members.append((owners, numbers, like))
+        self._planned = trained, work
+        return work
 
 
 def orthogonal(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
@@ -247,7 +340,7 @@ def _sort_groups(
     return sorted(groups.values(), key=lambda group: group["rule"] != "muon")
 
 
-def _check(muon: _Options, adamw: _Options, groups: Mapping[str, _Options]) -> None:
+def _check(muon: _Options, adamw: _Options, groups: Mapping[str, _Options], rule: object) -> None:
     wanted = [(name, muon[name] >= 0, "0 or more") for name in ("lr", "weight_decay", "momentum")]
     wanted.append(("ns_steps", 0 < muon["ns_steps"] < 100, "from 1 to 99"))
     for name, words in (("adjust_lr_fn", (None, "original", "match_rms_adamw")), ("ns_dtype", _DTYPES)):
@@ -258,5 +351,7 @@ def _check(muon: _Options, adamw: _Options, groups: Mapping[str, _Options]) -> N
         ("groups have", sorted(_KNOWN), itertools.chain.from_iterable(groups.values())),
     ):
         problems += [f"{what} no option {key!r}; there are {', '.join(allowed)}" for key in keys if key not in allowed]
+    if not isinstance(rule, MatrixRule):
+        problems.append(f"update is {rule!r}; expected an object of a class that inherits meshpar.optim.MatrixRule")
     if problems:
         raise MeshparError("Muon: " + "; ".join(problems))

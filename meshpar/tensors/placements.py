@@ -118,6 +118,12 @@ def placed_like(value: Tensor, like: DTensor, reduced: Collection[int]) -> DTens
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=whole.stride())
 
 
+def replicated_like(value: Tensor, like: DTensor) -> DTensor:
+    """Return ``value``, the same on all ranks, as a DTensor on the mesh of ``like``."""
+    mesh = like.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def part_like(part: Tensor, like: DTensor) -> DTensor:
     """Return a DTensor of which this rank holds ``part``, of the shape of ``like`` and divided as ``like`` is."""
     return DTensor.from_local(
