@@ -426,7 +426,7 @@ MOST = {
     "imports by text": 0,
     "private names of others outside their room": 27,
     "code wrapped around a trailing comment": 0,
-    "variables without a noun": 81,
+    "variables without a noun": 44,
     "files loose in meshpar": 2,
 }
 """How many there are. A number only falls: whoever makes one smaller writes the new one here."""
