@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshpar._torch.groups import all_gather
 from meshpar.exchange.ranks import Largest
-from meshpar.passes.data.gather_and_reduce import scatter_sums, swap_shards
+from meshpar.passes.data.instead_of_fsdp2 import scatter_sums, swap_shards
 from meshpar.passes.tensor.collectives import reduce_from
 from meshpar.testing import launch
 

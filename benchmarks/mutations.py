@@ -50,7 +50,7 @@ TESTS = (
     "tests/models/test_huggingface.py",
     "tests/passes/positions/test_parallel.py",
     "tests/passes/experts/test_parallel.py",
-    "tests/passes/data/test_gather_and_reduce.py",
+    "tests/passes/data/test_instead_of_fsdp2.py",
     "tests/passes/pipeline/test_parallel.py",
     "tests/nightly/test_forecast_replay.py",
 )

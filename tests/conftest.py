@@ -45,7 +45,7 @@ FIRST = (
     *("test_main_job.py", "test_replicas.py", "test_run.py", "test_launch.py", "test_object_store.py"),
     *("test_architectures.py", "test_watchdog.py", "test_strangers.py"),
     *("test_forecast.py", "test_parity.py", "positions/test_parallel.py", "experts/test_parallel.py", "test_passes.py"),
-    *("test_cycle.py", "test_gather_and_reduce.py", "pipeline/test_parallel.py", "test_loops.py"),
+    *("test_cycle.py", "test_instead_of_fsdp2.py", "pipeline/test_parallel.py", "test_loops.py"),
     *("test_memory.py", "test_traps.py", "remedies/test_exact.py", "test_training.py", "test_nccl.py", "test_split.py"),
     *("test_lora.py", "test_muon.py", "test_batch_norm.py", "test_published.py", "test_own.py", "test_hostile.py"),
     *("test_plugins.py", "test_planned.py", "test_guide.py", "test_house.py", "test_extras.py", "test_offloading.py"),

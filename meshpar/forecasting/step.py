@@ -22,7 +22,7 @@ from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.trace import HELD, Trace
 from meshpar.losses.token_loss import token_loss
 from meshpar.parallelized import Parallelized
-from meshpar.passes.data.gather_and_reduce import ReplicaShards
+from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards
 from meshpar.passes.pipeline.portion import all_parameters
 from meshpar.passes.pipeline.running import Layers
 from meshpar.step.forward import fact_of

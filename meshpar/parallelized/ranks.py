@@ -17,7 +17,7 @@ from meshpar._torch.calls import while_lives
 from meshpar._torch.groups import share_timeout
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Pass, Role
-from meshpar.passes.data.gather_and_reduce import ReplicaShards
+from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards
 from meshpar.passes.positions.parallel import positions, selected, with_positions
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.collectives import gather_partial

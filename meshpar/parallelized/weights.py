@@ -17,7 +17,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.exchange.rank_digests import check_replicas
 from meshpar.parallelized.ranks import ModuleOnMesh
-from meshpar.passes.data.gather_and_reduce import ReplicaShards
+from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.waiting import reads_of
 from meshpar.state import initialize

@@ -2,7 +2,7 @@
 
 from meshpar.core.passes import Pass, Role, Stage
 from meshpar.passes.compile import Compile
-from meshpar.passes.data.shard import FullyShard, HybridShard, Replicate
+from meshpar.passes.data.shard_and_reduce import FullyShard, HybridShard, Replicate
 from meshpar.passes.experts.parallel import ExpertParallel
 from meshpar.passes.float8 import Float8
 from meshpar.passes.pipeline.parallel import PipelineParallel

@@ -6,7 +6,7 @@ import re
 
 from meshpar.core.mesh import MeshSpec, is_auto
 from meshpar.core.passes import Pass
-from meshpar.passes.data.shard import FullyShard, HybridShard, Replicate
+from meshpar.passes.data.shard_and_reduce import FullyShard, HybridShard, Replicate
 from meshpar.passes.experts.parallel import ExpertParallel
 from meshpar.passes.pipeline.parallel import PipelineParallel
 from meshpar.passes.positions.parallel import ContextParallel

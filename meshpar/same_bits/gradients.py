@@ -59,8 +59,8 @@ class TreeOfGradients(Moment):
             raise MeshparError(_TWICE if self._left else _EARLIER)
         if not self._is_last():
             return
-        root, *others = roots
-        if others:
+        root, *more_roots = roots
+        if more_roots:
             raise MeshparError(_ROOTS)
         if self._part < 1.0:
             node: Any = root.grad_fn if isinstance(root, Tensor) else root

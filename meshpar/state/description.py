@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import class_name
-from meshpar.passes.data.gather_and_reduce import ReplicaShards
+from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards
 from meshpar.state.drawing import table
 from meshpar.step.forward import fact_of
 from meshpar.tensors.placements import local_tensor, shard_dim

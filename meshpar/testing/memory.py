@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from meshpar._torch.tensors import memory_of
 from meshpar.parallelized import Parallelized
-from meshpar.passes.data.gather_and_reduce import ReplicaShards
+from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards
 from meshpar.tensors.placements import local_index, local_tensor
 
 Result = TypeVar("Result")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from meshpar.passes.data import gather_and_reduce
+from meshpar.passes.data import instead_of_fsdp2
 from tests.support.patience import patient
 
 NAME = "rules"
@@ -329,13 +329,13 @@ def rules() -> Iterator[Seen]:
     SEEN.made.clear()
     SEEN.clear()
     dist.Backend.default_device_backend_map[DEVICE] = NAME
-    operators = gather_and_reduce.collective_ops
-    gather_and_reduce.collective_ops = _Operators(operators)
+    operators = instead_of_fsdp2.collective_ops
+    instead_of_fsdp2.collective_ops = _Operators(operators)
     dist.init_process_group(NAME, store=dist.PrefixStore("rules", store), rank=rank, world_size=size, timeout=timeout)
     try:
         yield SEEN
         check_order([(group.title, group.ranks) for group in SEEN.made])
     finally:
-        gather_and_reduce.collective_ops = operators
+        instead_of_fsdp2.collective_ops = operators
         dist.Backend.default_device_backend_map.clear()
         dist.Backend.default_device_backend_map.update(was)

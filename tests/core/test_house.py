@@ -58,7 +58,7 @@ MEASURED = {
         "architectures.py": "models.huggingface training.documents",
         "checkpoint.py": "checkpoints.storage.disk checkpoints.storage.files tensors.placements",
         "chunked_loss.py": "losses.chunked forecasting.recorder",
-        "exchanges.py": "_torch.groups passes.data.gather_and_reduce passes.tensor.collectives exchange.ranks",
+        "exchanges.py": "_torch.groups passes.data.instead_of_fsdp2 passes.tensor.collectives exchange.ranks",
         "forecast_accuracy.py": "forecasting.api forecasting.extrapolate forecasting.simulate",
         "fuzz_hostile.py": "launchers.cli launchers.commands.publishing launchers.commands.train training.evaluation "
         "launchers.targets.kubernetes launchers.targets.launching launchers.targets.skypilot launchers.targets.slurm",

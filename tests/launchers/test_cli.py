@@ -130,7 +130,7 @@ def test_a_device_that_is_not_there_is_told_before_a_rank_starts(recipe: str) ->
 
 def test_plugins_are_listed_with_their_packages() -> None:
     listed = invoke("plugins").stdout
-    assert "meshpar.passes.data.shard:FullyShard  (meshpar)" in listed
+    assert "meshpar.passes.data.shard_and_reduce:FullyShard  (meshpar)" in listed
     assert "meshpar.objectives" in listed
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from meshpar import ActivationCheckpoint
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, token_steps
-from tests.passes.data.test_gather_and_reduce import ODD, SEQUENCE, WORLD
+from tests.passes.data.test_instead_of_fsdp2 import ODD, SEQUENCE, WORLD
 from tests.passes.positions.test_parallel import in_parts
 from tests.support.models_for_parity import VOCAB
 from tests.tensors.test_adafactor import FACTORS, MOMENTUM

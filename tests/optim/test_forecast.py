@@ -13,7 +13,7 @@ from meshpar.optim import Muon, SmallAdamW
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.optim.given import on, trained
-from tests.passes.data.test_gather_and_reduce import MIXTURE, WORLD
+from tests.passes.data.test_instead_of_fsdp2 import MIXTURE, WORLD
 from tests.support.models_for_parity import on_meta, transformer
 from tests.support.tiers import daily
 

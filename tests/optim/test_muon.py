@@ -26,7 +26,7 @@ from meshpar.testing import assert_records_match, on_ranks, token_steps
 from meshpar.testing.parity import _alone, train_steps
 from meshpar.training import Schedule
 from tests.optim.given import Uneven, advance, bits, give, go_on_with_the_same_bits, initial, on, same, trained
-from tests.passes.data.test_gather_and_reduce import MIXTURE, ODD, WORLD
+from tests.passes.data.test_instead_of_fsdp2 import MIXTURE, ODD, WORLD
 from tests.support.models_for_parity import VOCAB, gpt2, on_meta
 from tests.support.tiers import daily
 from tests.training.test_lora import SETTINGS, check, qwen3, shared_folder

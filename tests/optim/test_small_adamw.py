@@ -15,7 +15,7 @@ from meshpar.optim.small_adamw import _Codes
 from meshpar.testing import on_ranks
 from tests.accelerator.accelerated import accelerated
 from tests.optim.given import alone, bits, drawn, give, go_on_with_the_same_bits, on, reset, same, trained
-from tests.passes.data.test_gather_and_reduce import WORLD
+from tests.passes.data.test_instead_of_fsdp2 import WORLD
 from tests.support.comparison import on_one_rank
 from tests.support.tiers import daily
 

@@ -24,7 +24,7 @@ from meshpar import (
     attention,
     attention_mask,
 )
-from meshpar.passes.data import shard
+from meshpar.passes.data import shard_and_reduce
 from meshpar.passes.pipeline import parallel
 from meshpar.tensors.placements import local_tensor, whole_tensor
 from meshpar.testing import on_ranks
@@ -438,7 +438,7 @@ def written(when):
 def with_integers(**options):
     module = TwoLayers()
     module.index = nn.Parameter(torch.arange(4), requires_grad=False)
-    with mock.patch.object(shard, "BEFORE_2_13", True):
+    with mock.patch.object(shard_and_reduce, "BEFORE_2_13", True):
         return problems("dp_shard=2", [FullyShard(**options)], module)
 
 
@@ -558,7 +558,7 @@ ROWS = [
     .helps("register as a buffer what forward updates", lambda: halved("buffer")),
     Tested("set_force_sum_reduction_for_comms")
     .by(
-        "tests/passes/data/test_gather_and_reduce.py::test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it"
+        "tests/passes/data/test_instead_of_fsdp2.py::test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it"
     )
     .helps(
         "call set_force_sum_reduction_for_comms(True) on the same modules",

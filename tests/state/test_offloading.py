@@ -11,7 +11,7 @@ import meshpar.forecasting.device as device
 from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.background import Stager
-from meshpar.passes.data.gather_and_reduce import ReplicaShards
+from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards
 from meshpar.process.waiting import reads_of
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks

@@ -17,7 +17,7 @@ from meshpar.tensors.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, token_steps, whole
 from meshpar.testing.parity import train_steps
 from meshpar.training.replicated import _Packed, _Unpacked
-from tests.passes.data.test_gather_and_reduce import MIXTURE, ODD, SEQUENCE, WORLD, moments, same_bits, sharded, weights
+from tests.passes.data.test_instead_of_fsdp2 import MIXTURE, ODD, SEQUENCE, WORLD, moments, same_bits, sharded, weights
 from tests.support.models_for_parity import VOCAB
 from tests.support.tiers import daily
 

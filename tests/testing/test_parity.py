@@ -61,7 +61,7 @@ SAMPLE = {"fsdp-tp-sequence-loss"}
 ONCE = {("hf-llama", "fsdp-tp-sequence-loss"), ("gpt2", "tp-sequence-loss")}
 """Other models in each run of the suite: as the plan is."""
 RECOMPUTED = ("replicate", "fsdp", "tp-sequence-loss")
-"""Plans that are run with recomputation by day: it beside each pass; HybridShard is in test_gather_and_reduce.py."""
+"""Plans that are run with recomputation by day: it beside each pass; HybridShard is in test_instead_of_fsdp2.py."""
 OFF = ("fsdp-tp-sequence-loss",)
 """Plans that are run without guards by day."""
 ON_EIGHT = {(EVERYWHERE, "hsdp-tp-sequence-loss")}

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshpar._torch.groups import collective_ops as ops
 from meshpar._torch.in_parts import in_parts, parts_of
 from meshpar.core import runtime
-from meshpar.passes.data.gather_and_reduce import swaps, to_the_other
+from meshpar.passes.data.instead_of_fsdp2 import swaps, to_the_other
 from meshpar.same_bits.trees import sum_over, sum_share, tree_sum
 
 _OfParts = Callable[..., Sequence[Tensor]]

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshpar import FullyShard, HybridShard, PipelineParallel, Plan, TensorParallel
 from meshpar._torch.fsdp import param_groups
-from meshpar.passes.data import shard
+from meshpar.passes.data import shard_and_reduce
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.stages import assert_as_one_process
@@ -33,7 +33,7 @@ def units_of(module):
 def test_large_ends_train_as_one_process(plan: str) -> None:
     mesh, passes = PLANS[plan]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard._Sharding, "ends_from", 1)
+        patch.setattr(shard_and_reduce._Sharding, "ends_from", 1)
         if plan == "stages":
             assert_as_one_process(transformer, mesh, passes, 2)
         else:
@@ -45,7 +45,7 @@ def test_ends_are_units_where_they_are_large_and_not_tied() -> None:
     blocks = ["layers.0", "layers.1"]
     with pytest.MonkeyPatch.context() as patch:
         for least, tied, ends in ((1, False, ("embed", "head")), (1, True, ()), (1 << 27, False, ())):
-            patch.setattr(shard._Sharding, "ends_from", least)
+            patch.setattr(shard_and_reduce._Sharding, "ends_from", least)
             module = Plan("dp_shard=2", [AHEAD]).apply(transformer(tied=tied)).module
             assert units_of(module) == ["", *ends[:1], *blocks, *ends[1:]]
             if ends:  # in the order of forward, whatever the depth of their names

@@ -1,4 +1,4 @@
-"""Gather the weights of units and reduce their gradients where FSDP2's own collectives do not serve (``shard.py``).
+"""Gather the weights of units and reduce their gradients where FSDP2's own collectives do not serve.
 
 On CPUs shards travel by all-to-alls: gloo's reduce-scatter is an all-reduce, which sends twice the bytes. Over replicas
 in two hops: slices are gathered over replicas once a step, shards inside a replica; gradients go back the same way.

@@ -27,8 +27,8 @@ from meshpar.forecasting import Batch, Hardware, forecast
 from meshpar.forecasting.hardware import RESERVED_RANGE
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.search import search
-from meshpar.passes.data import gather_and_reduce
-from meshpar.passes.data.gather_and_reduce import ReplicaShards, scatter_sums
+from meshpar.passes.data import instead_of_fsdp2
+from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards, scatter_sums
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
 from meshpar.testing.parity import train_steps
@@ -59,7 +59,7 @@ def sgd(par):
     return torch.optim.SGD(par.module.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
 
-class PlainReduce(gather_and_reduce._Reduce):
+class PlainReduce(instead_of_fsdp2._Reduce):
     """The sum over replicas as accelerators do it."""
 
     def __init__(self, *groups, exchanges, by_tree):
@@ -75,7 +75,7 @@ def test_two_replicas_of_two_shards_equal_one_process():
     passes = [ActivationCheckpoint(), HybridShard(optimizer="world", **options)]
     assert_parity(ODD, "dp_replicate=2,dp_shard=2", passes, steps, expected=expected, max_norm=0.5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather_and_reduce, "_Reduce", PlainReduce)
+        patch.setattr(instead_of_fsdp2, "_Reduce", PlainReduce)
         assert_parity(ODD, "dp_replicate=4,dp_shard=1", [WORLD], steps, expected=expected, max_norm=0.5)
 
 
@@ -218,7 +218,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and
 @on_ranks(4)
 def test_micro_batches_of_a_step_share_what_was_gathered():
     par, batch = sharded(), random_tokens(99, 1, 8, seed=0)
-    sent, inner = [], gather_and_reduce._TwoHopGather._over_replicas
+    sent, inner = [], instead_of_fsdp2._TwoHopGather._over_replicas
 
     def counted(self, mine):
         sent.append(mine.numel())
@@ -240,7 +240,7 @@ def test_micro_batches_of_a_step_share_what_was_gathered():
             par.describe()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather_and_reduce._TwoHopGather, "_over_replicas", counted)
+        patch.setattr(instead_of_fsdp2._TwoHopGather, "_over_replicas", counted)
         once = step()
         assert once == step() > 0
         assert step(evaluate) == 3 * once

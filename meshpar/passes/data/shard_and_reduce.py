@@ -1,6 +1,6 @@
 """FullyShard, HybridShard and Replicate: FSDP2, which averages the gradients of a unit at the end of its backward.
 
-Other gradients are averaged or summed in ``whole_parameters.py``, ``gather_and_reduce.py``,
+Other gradients are averaged or summed in ``whole_parameters.py``, ``instead_of_fsdp2.py``,
 ``step/outside_gradients.py`` and the backward of ``passes/tensor/collectives.py``.
 """
 
@@ -29,7 +29,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
 from meshpar.core.passes import Facts, Installed, Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, suggestion
-from meshpar.passes.data.gather_and_reduce import ReplicaShards, exchange_directly, reduce_by_tree, sum_in_place
+from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards, exchange_directly, reduce_by_tree, sum_in_place
 from meshpar.passes.data.whole_parameters import WholeParameters, kept_whole
 from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.pipeline.running import Layers
