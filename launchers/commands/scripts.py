@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ def run_to_mesh(script: Path, arguments: Sequence[str], ranks: int | None, node:
     """
     if not script.is_file():
         raise MeshparError(f"{script} is no file; pass the script that you train with: --script train.py")
-    before, ended = (sys.argv, sys.path), "ended"
+    before, environment, ended = (sys.argv, sys.path), dict(os.environ), "ended"
     sys.argv, sys.path = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
     try:
         with previewing(ranks, node):
@@ -38,6 +39,9 @@ def run_to_mesh(script: Path, arguments: Sequence[str], ranks: int | None, node:
         ended = f"ended with {end.code!r}"
     finally:
         sys.argv, sys.path = before
+        # libraries set RANK and others, by which what runs next would take itself for one of a job's ranks
+        os.environ.clear()
+        os.environ.update(environment)
         if dist.is_initialized():
             dist.destroy_process_group()
     raise MeshparError(

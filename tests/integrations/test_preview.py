@@ -1,5 +1,6 @@
 """`meshpar plan --script` prints what ranks hold of a script's models: what they hold where the script trains."""
 
+import os
 import re
 import runpy
 import sys
@@ -57,8 +58,10 @@ def plan(*words):
 @pytest.mark.parametrize("script", ["trainer_on_mesh.py", "accelerate_on_mesh.py", "lightning_on_mesh.py"])
 def test_a_scripts_ranks_hold_what_its_preview_prints(script, mesh, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
     shown = plan(EXAMPLES / script, "--", mesh)
     assert shown.exit_code == 0, shown.output
+    assert dict(os.environ) == before, "what runs next is none of a job's ranks"
     launch(__name__, "check_holdings", 4 if "," in mesh else 2, (str(EXAMPLES / script), [mesh], shown.output))
     without_batches = "no forecast of a step: the script names no batches" in shown.output
     assert without_batches == ("lightning" in script)
