@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshpar.core.errors import MeshparError
+from meshpar.core.runtime import kept_environment
 from meshpar.forecasting import Batch, Forecast, Hardware, forecast
 from meshpar.launchers.commands.inspecting import profile_and_ranks, write_reports
 from meshpar.process.preview import EndOfPreview, PlannedModel, previewing
@@ -28,10 +28,11 @@ def run_to_mesh(script: Path, arguments: Sequence[str], ranks: int | None, node:
     """
     if not script.is_file():
         raise MeshparError(f"{script} is no file; pass the script that you train with: --script train.py")
-    before, environment, ended = (sys.argv, sys.path), dict(os.environ), "ended"
+    before, ended = (sys.argv, sys.path), "ended"
     sys.argv, sys.path = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
     try:
-        with previewing(ranks, node):
+        # libraries set RANK and others, by which what runs next would take itself for one of a job's ranks
+        with previewing(ranks, node), kept_environment():
             runpy.run_path(str(script), run_name="__main__")
     except EndOfPreview as end:
         return end.models
@@ -39,9 +40,6 @@ def run_to_mesh(script: Path, arguments: Sequence[str], ranks: int | None, node:
         ended = f"ended with {end.code!r}"
     finally:
         sys.argv, sys.path = before
-        # libraries set RANK and others, by which what runs next would take itself for one of a job's ranks
-        os.environ.clear()
-        os.environ.update(environment)
         if dist.is_initialized():
             dist.destroy_process_group()
     raise MeshparError(
