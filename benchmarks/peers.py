@@ -1,8 +1,9 @@
 """meshpar beside its peers: the same model, data, mesh, precision and optimizer, step by step in turn, in one run.
 
-    pip install 'meshpar[train,transformers,bench]' python benchmarks/peers.py [--plan NAME ...] [--peer NAME ...]
-    [--rounds 5] [--steps 3] [--starts 3] [--out docs/peers.json] python benchmarks/peers.py --report docs/peers.json
-    docs/speed.md docs/peers.svg
+    pip install 'meshpar[train,transformers,bench]'
+    python benchmarks/peers.py [--plan NAME ...] [--peer NAME ...] [--rounds 5] [--steps 3] [--starts 3]
+                               [--out docs/peers.json]
+    python benchmarks/peers.py --report docs/peers.json docs/speed.md docs/peers.svg
 
 Every peer is a group of gloo processes of its own on this machine's CPUs, one thread each, started one after the other;
 then the peers take their turns, while the others sleep. All are started several times, and "torch by hand" runs twice:
@@ -240,7 +241,7 @@ def main() -> None:
     for plan in options.plan or list(RANKS_OF):
         result = measure(plan, options.peer or PEERS, options.rounds, options.steps, options.starts)
         print("\n".join(peers_report.table(result)), flush=True)
-        known["machine"], known["plans"][plan] = machine(), result
+        known["plans"][plan] = {"machine": machine(), **result}
         options.out.write_text(json.dumps(known, indent=1) + "\n")
 
 

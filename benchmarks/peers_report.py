@@ -46,10 +46,12 @@ def table(result: dict[str, Any]) -> Iterator[str]:
 def write(source: Path, page: Path, drawing: Path) -> None:
     """Put the tables into ``page``, between its marks, and draw ``drawing``."""
     known = json.loads(source.read_text())
-    here = known["machine"]
-    versions = ", ".join(f"{name} {value}" for name, value in here.items() if name not in ("cpu", "date"))
-    lines = [f"Measured {here['date']} on {here['cpu']}; {versions}.", ""]
+    lines, machine = list[str](), None
     for result in known["plans"].values():
+        if result["machine"] != machine:
+            machine = result["machine"]
+            versions = ", ".join(f"{name} {value}" for name, value in machine.items() if name not in ("cpu", "date"))
+            lines += [f"Measured {machine['date']} on {machine['cpu']}; {versions}.", ""]
         lines += table(result)
     text = page.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
