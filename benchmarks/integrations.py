@@ -3,8 +3,9 @@
     python benchmarks/integrations.py [accelerate | trainer ...] [--mesh dp_shard=2] [--steps 30]
 
 Each way trains in two gloo processes of its own on this machine, and the ways take turns, step by step. Printed: the
-medians, and the median of the ratios of neighbours. ``ddp`` is Trainer alone: accelerate has no FSDP2 on CPUs, and
-trains by DistributedDataParallel there, whatever ``fsdp=`` says.
+medians of a step's time and of the processor time of its ranks, and the median of the ratios of neighbours. ``trainer``
+is ``on_mesh(Trainer)``. The others are Trainer without meshpar: ``ddp``, ``fsdp2`` by accelerate, and ``loaded``, by
+transformers' ``DistributedConfig``, which divides a model when it is loaded. All four must end with the same loss.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from operator import truediv
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from meshpar import FullyShard, Pass, Plan, Replicate, TensorParallel
 
 LENGTH, BATCH, WARMUP, RANKS, SEED = 128, 4, 5, 2, 0
+KINDS = ("time", "processor time")
 MESHES: dict[str, list[Pass]] = {
     "dp_shard=2": [FullyShard()], "dp_replicate=2": [Replicate()], "tp=2": [TensorParallel()],
 }  # fmt: skip
@@ -49,12 +54,14 @@ class Turns:
     def __init__(self, way: int, ways: int, port: int) -> None:
         self._way, self._ways, self._number = way, ways, 0
         self._store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(minutes=10), wait_for_workers=False)
-        self._begin = 0.0
+        self._begin, self._begin_processor = 0.0, 0.0
         self.seconds: list[float] = []
+        self.processor_seconds: list[float] = []
 
     def next(self) -> None:
         """End a step, and wait for the turn of the next one."""
         if self._number:
+            self.processor_seconds.append(time.process_time() - self._begin_processor)
             dist.barrier()
             self.seconds.append(time.perf_counter() - self._begin)
             if dist.get_rank() == 0:
@@ -63,7 +70,7 @@ class Turns:
         self._store.wait([f"{self._number}-{self._way}"])
         self._number += 1
         dist.barrier()
-        self._begin = time.perf_counter()
+        self._begin, self._begin_processor = time.perf_counter(), time.process_time()
 
     def leave(self) -> None:
         """Let the other ways go on without this one."""
@@ -122,13 +129,18 @@ def train_by_accelerate(mesh: str, steps: int, turn: Callable[[], None]) -> None
         turn()
 
 
-def train_by_trainer(mesh: str, steps: int, turn: Callable[[], None], **options: Any) -> None:
+def train_by_trainer(
+    mesh: str, steps: int, turn: Callable[[], None], kind: Any = None, module: Any = None, *, by_fsdp2: bool = False,
+    **options: Any,
+) -> float:  # fmt: skip
+    """Train by on_mesh(Trainer), or by a Trainer of another kind; return the mean loss."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from meshpar.integrations.transformers import on_mesh
 
     class Turn(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
+            assert not by_fsdp2 or all(isinstance(part, FSDPModule) for part in trainer.model.model.layers)
             turn()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -139,16 +151,51 @@ def train_by_trainer(mesh: str, steps: int, turn: Callable[[], None], **options:
         logging_strategy="no", save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, **options,
     )  # fmt: skip
     tokens = Tokens(steps * BATCH * (1 if mesh == "tp=2" else RANKS))
-    plan = {} if options else {"plan": Plan(mesh, MESHES[mesh])}
-    kind = Trainer if options else on_mesh(Trainer)
-    kind(model(), arguments, train_dataset=tokens, callbacks=[Turn()], **plan).train()
+    kind = kind or partial(on_mesh(Trainer), plan=Plan(mesh, MESHES[mesh]))
+    trainer: Any = kind(module or model(), arguments, train_dataset=tokens, callbacks=[Turn()])
+    return float(trainer.train().training_loss)
 
 
-def train_by_ddp(mesh: str, steps: int, turn: Callable[[], None]) -> None:
-    train_by_trainer(mesh, steps, turn, ddp_find_unused_parameters=True)
+def train_by_ddp(mesh: str, steps: int, turn: Callable[[], None]) -> float:
+    from transformers import Trainer
+
+    return train_by_trainer(mesh, steps, turn, Trainer)
 
 
-WAYS = {"loop": train_alone, "accelerate": train_by_accelerate, "trainer": train_by_trainer, "ddp": train_by_ddp}
+def train_by_accelerates_fsdp2(mesh: str, steps: int, turn: Callable[[], None]) -> float:
+    """Train with ``fsdp=True``: accelerate takes FSDP for accelerators alone, until it is told the type of the job."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from transformers import Trainer
+
+    class Fsdp2Trainer(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            state: Any = self.accelerator.state
+            state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
+
+    layers = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+    return train_by_trainer(mesh, steps, turn, Fsdp2Trainer, by_fsdp2=True, fsdp=True, fsdp_config=layers)
+
+
+def train_loaded_in_parts(mesh: str, steps: int, turn: Callable[[], None]) -> float:
+    """Train a model that transformers divided by FSDP2 when it loaded it."""
+    from transformers import LlamaForCausalLM, Trainer
+    from transformers.distributed import DistributedConfig
+
+    folder = [tempfile.mkdtemp()]
+    if dist.get_rank() == 0:
+        model().save_pretrained(folder[0])
+    dist.broadcast_object_list(folder)
+    divided = LlamaForCausalLM.from_pretrained(folder[0], distributed_config=DistributedConfig(fsdp_size=RANKS))
+    return train_by_trainer(mesh, steps, turn, Trainer, divided, by_fsdp2=True)
+
+
+WAYS: dict[str, Callable[..., float | None]] = {
+    "loop": train_alone, "accelerate": train_by_accelerate, "trainer": train_by_trainer, "ddp": train_by_ddp,
+    "fsdp2": train_by_accelerates_fsdp2, "loaded": train_loaded_in_parts,
+}  # fmt: skip
 
 
 def run(index: int, ways: list[str], mesh: str, steps: int, port: int, folder: str) -> None:
@@ -160,9 +207,9 @@ def run(index: int, ways: list[str], mesh: str, steps: int, port: int, folder: s
     store = dist.FileStore(f"{folder}/{way}", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     turns = Turns(way, len(ways), port)
-    WAYS[ways[way]](mesh, WARMUP + steps, turns.next)
-    if rank == 0:
-        torch.save(turns.seconds, f"{folder}/{way}.pt")
+    loss = WAYS[ways[way]](mesh, WARMUP + steps, turns.next)
+    result = {"loss": loss, "time": turns.seconds, "processor time": turns.processor_seconds}
+    torch.save(result, f"{folder}/{way}-{rank}.pt")
     turns.leave()
     dist.destroy_process_group()
 
@@ -179,13 +226,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ways, options.mesh, options.steps, server.port, folder)
         processes.spawn(run, arguments, nprocs=len(ways) * RANKS)
-        seconds = {way: torch.load(f"{folder}/{number}.pt")[WARMUP:] for number, way in enumerate(ways)}
-    for way in ways:
-        print(f"{way} on {options.mesh}: {statistics.median(seconds[way]) * 1e3:.1f} ms a step")
-    pairs = [("loop", way) for way in ways[1:]] + [("ddp", "trainer")] * ({"ddp", "trainer"} <= {*ways})
+        results = {
+            way: [torch.load(f"{folder}/{number}-{rank}.pt") for rank in range(RANKS)]
+            for number, way in enumerate(ways)
+        }
+    for way, (first, *_) in results.items():
+        loss = "" if first["loss"] is None else f", mean loss {first['loss']:.5f}"
+        medians = (f"{statistics.median(steps_of(results[way], kind)) * 1e3:.1f} ms of {kind}" for kind in KINDS)
+        print(f"{way} on {options.mesh}: {' and '.join(medians)} a step{loss}")
+    pairs = [("loop", way) for way in ways[1:]]
+    pairs += [(way, "trainer") for way in ("ddp", "fsdp2", "loaded") if {way, "trainer"} <= {*ways}]
     for base, way in pairs:
-        ratio = statistics.median(one / other for one, other in zip(seconds[way], seconds[base]))
-        print(f"{way} over {base}: {ratio:.3f} (median of {len(seconds[way])} pairs)")
+        ratios = {kind: map(truediv, *(steps_of(results[name], kind) for name in (way, base))) for kind in KINDS}
+        medians = (f"{statistics.median(ratio):.3f} in {kind}" for kind, ratio in ratios.items())
+        print(f"{way} over {base}: {', '.join(medians)} (medians of {options.steps} pairs)")
+    losses = {way: first["loss"] for way, (first, *_) in results.items() if first["loss"] is not None}
+    assert all(abs(loss - next(iter(losses.values()))) < 1e-3 for loss in losses.values()), losses
+
+
+def steps_of(ranks: list[dict[str, Any]], kind: str) -> list[float]:
+    """Return the seconds of each step: rank 0's time, or the processor time of all ranks."""
+    series = [rank[kind][WARMUP:] for rank in (ranks[:1] if kind == "time" else ranks)]
+    return [sum(step) for step in zip(*series)]
 
 
 if __name__ == "__main__":
