@@ -14,7 +14,7 @@ from meshpar.checkpoints.steps.steps import left_behind, remove
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import failing_as
 from meshpar.checkpoints.storage.objects import ObjectPath
-from meshpar.checkpoints.storage.place import Place, PlaceLike, carried, contains, either, place
+from meshpar.checkpoints.storage.place import Place, PlaceLike, by_storage, carried, contains, place
 from meshpar.core.errors import CheckpointError
 from meshpar.process.leftovers import LEASE_S, on_the_way
 
@@ -52,7 +52,7 @@ def make_whole(target: Place, *, overwrite: bool) -> AbstractContextManager[Plac
 def make_on_disk(target: Place, *, overwrite: bool) -> Iterator[DiskPath]:
     """Yield a folder of a disk as :func:`make_whole`: to a store files are copied from a temporary folder."""
     with make_whole(target, overwrite=overwrite) as folder, TemporaryDirectory(prefix="meshpar-") as temporary:
-        here = either(folder, disk=lambda path: path, store=lambda _: DiskPath(temporary))
+        here = by_storage(folder, disk=lambda path: path, store=lambda _: DiskPath(temporary))
         yield here
         carried(sorted(here.iterdir()), folder)
 
@@ -63,7 +63,7 @@ def make_beside(target: Place) -> Place:
 
 
 def _way(target: Place) -> _OnDisk | _InStore:
-    way: Any = either(target, disk=_OnDisk, store=_InStore)
+    way: Any = by_storage(target, disk=_OnDisk, store=_InStore)
     return way
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.files import inside
-from meshpar.checkpoints.storage.place import Place, PlaceLike, either, place
+from meshpar.checkpoints.storage.place import Place, PlaceLike, by_storage, place
 from meshpar.core.errors import CheckpointError, brief
 from meshpar.weights.rules import Spans
 
@@ -273,7 +273,7 @@ def remedy(path: PlaceLike) -> str:
                 return f"; {text}"
         return ""
 
-    return either(path, disk=of_disk, store=lambda _: "")  # in a store each pattern is a listing
+    return by_storage(path, disk=of_disk, store=lambda _: "")  # in a store each pattern is a listing
 
 
 def in_order(names: Iterable[str]) -> list[str]:

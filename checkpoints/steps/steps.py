@@ -13,7 +13,7 @@ from typing import Any, final
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME, Manifest, read_manifest, step_name, step_of
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.objects import ObjectPath, Version
-from meshpar.checkpoints.storage.place import Place, PlaceLike, either, entries, place
+from meshpar.checkpoints.storage.place import Place, PlaceLike, by_storage, entries, place
 from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.process.leftovers import NOBODY, Leftover, leftover, on_the_way
 
@@ -38,7 +38,7 @@ def remove(path: Place) -> None:
                 (path / MANIFEST_NAME).unlink(missing_ok=True)  # first, so that half of an old step is not taken for it
             path.delete()
         except OSError:
-            either(path, disk=leave_to_others, store=lambda _: None)
+            by_storage(path, disk=leave_to_others, store=lambda _: None)
             raise
 
 
@@ -237,7 +237,7 @@ class Steps:
 
     def __init__(self, root: PlaceLike) -> None:
         self.root = place(root)
-        self._way: Any = either(self.root, disk=Renaming, store=Conditional)
+        self._way: Any = by_storage(self.root, disk=Renaming, store=Conditional)
 
     def path(self, step: int) -> Place:
         """Return the path of a step, which may not exist yet."""

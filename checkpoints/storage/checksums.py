@@ -1,4 +1,8 @@
-"""The CRC-32 of stored bytes, computed where they are written and compared where they are read."""
+"""The CRC-32 of stored bytes.
+
+``format/archive.py`` computes it of each block of a tensor that it writes, ``format/writing.py`` of a whole file, with
+its SHA-256; ``format/verify.py``, ``dcp.py`` and ``copying.py`` compare.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def place(path: PlaceLike) -> Place:
     return ObjectPath(f"{scheme}://{bucket}", key)
 
 
-def either(path: PlaceLike, *, disk: Callable[[DiskPath], T], store: Callable[[ObjectPath], T]) -> T:
+def by_storage(path: PlaceLike, *, disk: Callable[[DiskPath], T], store: Callable[[ObjectPath], T]) -> T:
     """Return what ``disk`` makes of a path of a file system, or ``store`` of a key: for work without a common verb."""
     path = place(path)
     if isinstance(path, DiskPath):
@@ -126,7 +126,7 @@ def on_disk(path: PlaceLike, *, why: str) -> DiskPath:
     def refused(key: ObjectPath) -> DiskPath:
         raise CheckpointError(f"{key} is a URL; expected a path of a file system: {why}")
 
-    return either(path, disk=lambda path: path, store=refused)
+    return by_storage(path, disk=lambda path: path, store=refused)
 
 
 def contains(folder: Place, other: Place) -> bool:
@@ -170,7 +170,7 @@ def upload(source: Path, target: Place, on_write: Callable[[], object] = lambda:
 
 def fetched(source: PlaceLike, cache: Path | None = None, beside: Sequence[str] = ()) -> DiskPath:
     """Return a path on this machine's disk: itself, or a copy of a store's in ``cache`` (None: of this process)."""
-    return either(source, disk=lambda here: here, store=lambda key: _fetched(key, cache, beside))
+    return by_storage(source, disk=lambda here: here, store=lambda key: _fetched(key, cache, beside))
 
 
 def _fetched(source: ObjectPath, cache: Path | None, beside: Sequence[str]) -> DiskPath:

@@ -24,7 +24,7 @@ from meshpar.launchers.recipes.recipe import (
 )
 from meshpar.launchers.recipes.schema import validate
 from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
-from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, dotted, read_document
+from meshpar.launchers.recipes.yamlfile import Document, FieldPath, apply_overrides, dotted, read_document
 from meshpar.process.imports import expanded
 from meshpar.process.secrets import REMEDY, secrets_in
 from meshpar.training.order import weights_problem
@@ -127,7 +127,7 @@ def _name_kinds(data: dict[str, Any]) -> None:
         data["data"] = {"source": "mix", **section}
 
 
-_SECTIONS: tuple[tuple[Place, registry.Kind, tuple[str, ...]], ...] = (
+_SECTIONS: tuple[tuple[FieldPath, registry.Kind, tuple[str, ...]], ...] = (
     (("model",), registry.MODEL, ("vocab_size",)),
     (("teacher", "model"), registry.MODEL, ("vocab_size",)),
     (("optimizer",), registry.OPTIMIZER, ("params", "module", "lr")),
@@ -139,7 +139,7 @@ _LISTS = (("trackers", registry.TRACKER, ("run",)), ("evaluations", registry.EVA
 """The headings over classes by name, as :data:`_SECTIONS`."""
 
 
-def _import_paths(data: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
+def _import_paths(data: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
     """Yield place and name of each class that a recipe names and that is no plugin."""
 
     def inside(*path: str | int) -> Any:
@@ -148,7 +148,7 @@ def _import_paths(data: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
-    named: list[tuple[Place, registry.Kind, Any]] = [
+    named: list[tuple[FieldPath, registry.Kind, Any]] = [
         ((*at, "class"), kind, inside(*at, "class")) for at, kind, _ in _SECTIONS
     ]
     for path in (("passes",), ("teacher", "passes")):
@@ -164,7 +164,7 @@ def _import_paths(data: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
             yield at, name
 
 
-def _read_plan(data: dict[str, Any], classes: Classes, problems: list[str], at: Place = ()) -> None:
+def _read_plan(data: dict[str, Any], classes: Classes, problems: list[str], at: FieldPath = ()) -> None:
     """Put model, mesh and passes of a mapping in the form that the recipe has."""
     if isinstance(data.get("model"), Mapping):
         data["model"] = {"kind": "own" if "class" in data["model"] else "transformer", **data["model"]}
@@ -371,7 +371,7 @@ def folder_problems(section: Any) -> Iterator[str]:  # one of the sections of mo
 def calling_problems(recipe: Recipe, document: Document) -> list[str]:
     """Return what is wrong with options of the objective, plugins and own classes that may be imported."""
     training = recipe.training
-    called: list[tuple[Place, Place, registry.Kind, str, Mapping[str, Any], tuple[str, ...]]] = []
+    called: list[tuple[FieldPath, FieldPath, registry.Kind, str, Mapping[str, Any], tuple[str, ...]]] = []
     for at, kind, passed in _SECTIONS:
         section: Any = functools.reduce(lambda outer, field: getattr(outer, str(field), None), at, cast(Any, recipe))
         if isinstance(section, Own):

@@ -22,7 +22,7 @@ from meshpar.core.patterns import suggestion
 from meshpar.launchers.recipes import sections
 from meshpar.launchers.recipes.schema import Section, build, section_of, section_of_call, validate
 from meshpar.launchers.recipes.sections import Own
-from meshpar.launchers.recipes.yamlfile import Document, Place, place_of, to_yaml
+from meshpar.launchers.recipes.yamlfile import Document, FieldPath, place_of, to_yaml
 from meshpar.passes import Pass
 from meshpar.passes.usual import passes_for
 from meshpar.process.imports import expanded
@@ -48,7 +48,7 @@ class UntrustedError(RecipeError):
 class Classes:
     """The classes that a recipe names: import paths by place, of those that are no plugins; ``trusted``: to import."""
 
-    paths: Mapping[Place, str] = field(default_factory=dict)
+    paths: Mapping[FieldPath, str] = field(default_factory=dict)
     trusted: bool = False
     document: Document = field(default_factory=lambda: Document("", {}))
 
@@ -64,7 +64,7 @@ class Classes:
         return kind.find(name)
 
     @property
-    def unseen(self) -> dict[Place, str]:
+    def unseen(self) -> dict[FieldPath, str]:
         return {} if self.trusted else dict(self.paths)
 
     def origins(self) -> str:
@@ -174,7 +174,7 @@ class Recipe(Section):
         """The run's folder on this machine: ``output``, and where that is a URL, a folder for logs, metrics and the
         board.
         """
-        return storage.either(
+        return storage.by_storage(
             self.kept, disk=expanded, store=lambda kept: Path("runs", *kept.root.split("://"), kept.key)
         )
 
@@ -276,7 +276,7 @@ def make_importable(folder: Path) -> None:
 
 
 def own_problems(
-    factory: object, keywords: Mapping[str, Any], document: Document, place: Place, given: tuple[str, ...] = ()
+    factory: object, keywords: Mapping[str, Any], document: Document, place: FieldPath, given: tuple[str, ...] = ()
 ) -> list[str]:
     """Return problems of a class's keywords, with file and line; ``given``: arguments that meshpar passes."""
     if not callable(factory) or (not isinstance(factory, type) and not inspect.isroutine(factory)):
@@ -316,7 +316,7 @@ def wants_teacher(factory: Any) -> bool:
 
 
 def read_passes(
-    raw: object, mesh: MeshSpec | str | None, classes: Classes, problems: list[str], at: Place = ()
+    raw: object, mesh: MeshSpec | str | None, classes: Classes, problems: list[str], at: FieldPath = ()
 ) -> list[Written]:
     """Return a recipe's passes, resolved, or those that the mesh requires; adds problems to ``problems``."""
     document = classes.document
@@ -330,7 +330,7 @@ def read_passes(
         return []
     passes: list[Written] = []
     for number, item in enumerate(raw):
-        entry: Place = (*at, "passes", number)
+        entry: FieldPath = (*at, "passes", number)
         name, options = next(iter(item.items())) if isinstance(item, Mapping) and len(item) == 1 else (item, {})
         if not isinstance(name, str) or not (options is None or isinstance(options, Mapping)):
             expected = "expected a pass's name, or one name with its options"
@@ -365,7 +365,7 @@ def make_passes(passes: Sequence[Mapping[str, Mapping[str, Any]]], find: Find = 
 
 
 def _make_pass(
-    name: str, options: Mapping[str, Any], find: Find, document: Document, at: Place
+    name: str, options: Mapping[str, Any], find: Find, document: Document, at: FieldPath
 ) -> tuple[list[str], Pass | None, Section | None]:
     """Return the problems of a pass, the pass if there are none, and the section of its options if it has one."""
     where, installed = document.where(at), registry.names(registry.PASSES)

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from torch import nn
 
 from meshpar.core.patterns import suggestion
-from meshpar.launchers.recipes.yamlfile import Document, Place
+from meshpar.launchers.recipes.yamlfile import Document, FieldPath
 
 _TYPES: Mapping[Any, str] = {
     bool: "true or false",
@@ -125,13 +125,13 @@ def build(cls: Callable[..., Any], section: Section, *arguments: Any, **given: A
     return cls(*arguments, **(values | given))
 
 
-def validate(model: type[_S], data: object, document: Document, place: Place = ()) -> _S | list[str]:
+def validate(model: type[_S], data: object, document: Document, place: FieldPath = ()) -> _S | list[str]:
     """Return the section of ``data``, or every problem in it, one line each with file, line and dotted path."""
     try:
         # By way of JSON, whose strict mode takes a list for a tuple and a text for a path, and nothing else.
         return model.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        by_place: dict[Place, list[ErrorDetails]] = {}
+        by_place: dict[FieldPath, list[ErrorDetails]] = {}
         for detail in error.errors():
             by_place.setdefault(_in_data(detail, data), []).append(detail)
         return [
@@ -187,7 +187,7 @@ def _adapted(hint: object) -> Any:
     return hint
 
 
-def _in_data(error: ErrorDetails, data: object) -> Place:
+def _in_data(error: ErrorDetails, data: object) -> FieldPath:
     """Return the place in the data of pydantic's location, which also names branches of unions."""
     parts: list[str | int] = []
     for part in error["loc"]:
@@ -199,7 +199,7 @@ def _in_data(error: ErrorDetails, data: object) -> Place:
     return (*parts, error["loc"][-1]) if error["type"] == "missing" and isinstance(data, dict) else tuple(parts)
 
 
-def _message(place: Place, errors: list[ErrorDetails], data: object, model: type[BaseModel]) -> str:
+def _message(place: FieldPath, errors: list[ErrorDetails], data: object, model: type[BaseModel]) -> str:
     error = errors[0]
     in_list = place and isinstance(place[-1], int)
     owner, hint = _field(model, tuple(part for part in error["loc"] if in_list or isinstance(part, str)))

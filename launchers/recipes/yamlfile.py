@@ -13,7 +13,7 @@ import yaml
 
 from meshpar.core.errors import RecipeError
 
-Place = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
 """A place in a document: ``("passes", 0, "FullyShard")``."""
 
 _SIZE, _DEPTH, _VALUES = 1 << 18, 32, 10_000
@@ -67,10 +67,10 @@ class Document:
 
     name: str
     data: dict[str, Any]
-    lines: dict[Place, int] = field(default_factory=dict)
-    overrides: dict[Place, str] = field(default_factory=dict)
+    lines: dict[FieldPath, int] = field(default_factory=dict)
+    overrides: dict[FieldPath, str] = field(default_factory=dict)
 
-    def where(self, place: Place) -> str:
+    def where(self, place: FieldPath) -> str:
         """Return ``file:line: path``, or the override, for a message."""
         for size in range(len(place), 0, -1):
             if place[:size] in self.overrides:
@@ -101,7 +101,7 @@ def parse_document(text: str, name: str) -> Document:
         raise RecipeError(f"{name} is not YAML: {error}") from error
     try:
         node = loader.get_single_node()
-        lines: dict[Place, int] = {}
+        lines: dict[FieldPath, int] = {}
         problems = list(_note_lines(node, (), lines))
         data = None if node is None else loader.construct_document(node)  # type: ignore[no-untyped-call]
     except (yaml.YAMLError, ValueError) as error:  # a ValueError of a number or a date
@@ -140,12 +140,12 @@ def to_yaml(data: Mapping[str, Any]) -> str:
     return yaml.dump(json.loads(json.dumps(data)), Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def place_of(path: str) -> Place:
+def place_of(path: str) -> FieldPath:
     """Return the place of a dotted path, the reverse of :func:`dotted`."""
     return tuple(int(part) if part.isdigit() else part for part in path.split("."))
 
 
-def dotted(place: Place) -> str:
+def dotted(place: FieldPath) -> str:
     """Return ``passes.0.FullyShard``; a key with control characters, which a terminal obeys, by its repr."""
     return ".".join(part if part.isprintable() else repr(part) for part in map(str, place)) or "the whole file"
 
@@ -169,7 +169,7 @@ _RecipeDumper.add_representer(float, _write_float)
 _RecipeDumper.add_representer(list, _write_list)
 
 
-def _note_lines(node: yaml.Node | None, place: Place, lines: dict[Place, int]) -> Iterator[str]:
+def _note_lines(node: yaml.Node | None, place: FieldPath, lines: dict[FieldPath, int]) -> Iterator[str]:
     """Note the line of every place and yield keys that stand twice."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -184,7 +184,7 @@ def _note_lines(node: yaml.Node | None, place: Place, lines: dict[Place, int]) -
             yield from _note_lines(value, (*place, number), lines)
 
 
-def _set(data: object, place: Place, value: object) -> None:
+def _set(data: object, place: FieldPath, value: object) -> None:
     for done, part in enumerate(place[:-1]):
         data = _enter(data, part, place[:done])
     last = place[-1]
@@ -196,7 +196,7 @@ def _set(data: object, place: Place, value: object) -> None:
         raise TypeError(f"{dotted(place[:-1])} is {data!r}, which has no field {last!r}")
 
 
-def _enter(data: object, part: str | int, place: Place) -> Any:
+def _enter(data: object, part: str | int, place: FieldPath) -> Any:
     """Return what lies under ``part``; a part of a list may be its number, or the name of a pass in it."""
     if isinstance(data, list) and isinstance(part, str):
         places = [

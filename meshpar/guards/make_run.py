@@ -26,8 +26,8 @@ from meshpar.same_bits.dropout import DrawsBySample
 from meshpar.same_bits.gradients import TreeOfGradients, join_input_gradients
 from meshpar.same_bits.trees import SameBits
 from meshpar.state.full import OptimizerStates, refuse_copies
-from meshpar.step.calls import installed
 from meshpar.step.forward import Run, inside_a_call
+from meshpar.step.inner_calls import installed
 from meshpar.step.moment import Guarded, MakesGuards, Moment
 from meshpar.step.outside_gradients import GradientHooks, LeftGradients, UnusedGradients
 from meshpar.trials.engine import report

@@ -20,8 +20,8 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.patterns import class_name, matches
 from meshpar.losses.token_loss import IGNORE_INDEX, reduction_of, token_loss
 from meshpar.passes.pipeline.stand_ins import StandIn
-from meshpar.step.calls import Step, in_place_of, installed, own_forward
 from meshpar.step.forward import layout_of
+from meshpar.step.inner_calls import Step, in_place_of, installed, own_forward
 
 CHUNK = 1024
 """Positions whose logits are held at once, unless told: enough for a matrix product to run at its full speed."""

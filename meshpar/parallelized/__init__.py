@@ -18,7 +18,7 @@ from meshpar.parallelized.steps import TrainingSteps
 from meshpar.parallelized.weights import ModuleWeights
 from meshpar.passes.pipeline.running import Layers
 from meshpar.state.description import Description, describe
-from meshpar.step.calls import evaluating
+from meshpar.step.inner_calls import evaluating
 from meshpar.trials.copies import CannotCopy, copied_state
 from meshpar.trials.engine import NOTHING, Verification, call_with, join_stages, report
 from meshpar.trials.split import split_test

@@ -22,8 +22,8 @@ from meshpar.passes.positions.parallel import positions, selected, with_position
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.collectives import gather_partial
 from meshpar.same_bits.trees import SameBits, sum_over, tree_sum
-from meshpar.step.calls import watch_compiled
 from meshpar.step.forward import Run
+from meshpar.step.inner_calls import watch_compiled
 
 Values = TypeVar("Values")
 

@@ -22,8 +22,8 @@ from meshpar.process.waiting import reads_of
 from meshpar.same_bits.gradients import TreeOfGradients
 from meshpar.same_bits.norms import joint_norms
 from meshpar.same_bits.trees import SameBits, tree_sum
-from meshpar.step.calls import compiled_form
 from meshpar.step.gathered_weights import Gathering
+from meshpar.step.inner_calls import compiled_form
 from meshpar.tensors.placements import clip_grad_norms_
 
 Micro = TypeVar("Micro")

@@ -1,4 +1,8 @@
-"""The passes: one technique each."""
+"""The passes: one technique each, a subclass of ``Pass`` (``core/passes.py``).
+
+A new one is imported here and in ``meshpar``, and named in the entry points of ``pyproject.toml``; ``usual.py`` says
+which a mesh usually wants. A stranger's needs the entry point alone.
+"""
 
 from meshpar.core.passes import Pass, Role, Stage
 from meshpar.passes.compile import Compile

@@ -19,7 +19,7 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Stage, block_problems, find_blocks
 from meshpar.core.patterns import covers
 from meshpar.passes.data.whole_parameters import set_product
-from meshpar.step.calls import installed
+from meshpar.step.inner_calls import installed
 from meshpar.tensors.placements import local_tensor
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.registry import layout_for
 from meshpar.same_bits.trees import SameBits
 from meshpar.step.backward import Backward, trained_outputs
-from meshpar.step.calls import Calls, Explain
 from meshpar.step.gathered_weights import GatheredWeights, Gathering
+from meshpar.step.inner_calls import Calls, Explain
 from meshpar.step.moment import Guarded, HandsOn, Listeners, Moment
 from meshpar.tensors.adafactor import adafactor_by_parts
 from meshpar.tensors.digests import leaves

@@ -16,7 +16,7 @@ from meshpar._torch.fsdp import make_ready
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.step.backward import Backward
-from meshpar.step.calls import Calls
+from meshpar.step.inner_calls import Calls
 from meshpar.step.moment import Guarded, Moment
 
 _WRITTEN = (

@@ -1,6 +1,7 @@
 """The moments of a step: what happens around the calls, backwards and optimizer steps of one parallel module.
 
-A mechanism of a pass is a moment, and so is a guard, which only refuses. ``step/forward.py`` has the ordered list.
+A mechanism of a pass is a moment, and so is a guard, which only refuses. ``guards/make_run.py`` makes the ordered list,
+and ``step/forward.py`` runs it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from meshpar.core.passes import Role
 from meshpar.parallelized import Parallelized
 from meshpar.passes.tensor.random import mix
 from meshpar.process.imports import expanded, need
-from meshpar.step.calls import evaluating
+from meshpar.step.inner_calls import evaluating
 from meshpar.training.objectives import whole_logits
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from meshpar.core.patterns import own_class
 from meshpar.passes.experts.routing import Chosen
 from meshpar.passes.tensor.collectives import gather_values, join_chunks, take_chunk
 from meshpar.passes.tensor.context import Context
-from meshpar.step.calls import Changes, own_state
+from meshpar.step.inner_calls import Changes, own_state
 
 _LIBRARIES = ("torch", "meshpar", "transformers", "tokenizers", "huggingface_hub", "logging")
 """Packages whose objects, other than modules and tensors, copies share."""

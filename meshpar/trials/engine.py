@@ -15,7 +15,7 @@ from meshpar._torch.autograd import set_recomputed
 from meshpar._torch.calls import uncompiled
 from meshpar._torch.tensors import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
-from meshpar.step.calls import installed
+from meshpar.step.inner_calls import installed
 from meshpar.tensors.digests import leaves
 from meshpar.trials.copies import copy_block, free, widen
 

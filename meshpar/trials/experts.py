@@ -33,7 +33,7 @@ from meshpar.passes.experts.routing import (
 from meshpar.passes.host_reads import unrecorded
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.parts import local_parameters
-from meshpar.step.calls import own_forward
+from meshpar.step.inner_calls import own_forward
 from meshpar.trials.copies import CannotCopy, copy_block, free, largest, undisturbed, widen
 from meshpar.trials.engine import TOLERANCE, is_narrow, measure, noise
 

@@ -17,7 +17,7 @@ from meshpar.core.resolved import Resolved
 from meshpar.guards.explain import Explanation
 from meshpar.passes.tensor.collectives import SimulatedGroup, SimulatedRanks
 from meshpar.passes.tensor.context import Context
-from meshpar.step.calls import Calls
+from meshpar.step.inner_calls import Calls
 from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed
 from meshpar.trials.engine import NOTHING, Verification, call_with
 from meshpar.trials.split import SplitTest

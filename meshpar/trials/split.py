@@ -25,7 +25,7 @@ from meshpar.passes.tensor.collectives import gather_values, join_chunks, take_c
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.random import digest as random_state
 from meshpar.passes.tensor.random import is_dropout
-from meshpar.step.calls import undo_changes
+from meshpar.step.inner_calls import undo_changes
 from meshpar.tensors.digests import digest, leaves
 from meshpar.tensors.placements import local_tensor, part_like, whole_tensor
 from meshpar.trials import engine

@@ -21,7 +21,7 @@ from meshpar.core.layout import AttentionLayout
 from meshpar.models.huggingface.tensor import HEAD_RATIO
 from meshpar.passes.positions.attention import NO_POSITIONS, added, causal_mask, documents
 from meshpar.passes.positions.exchange import Exchange
-from meshpar.step.calls import record
+from meshpar.step.inner_calls import record
 
 _SERVED = ("sdpa", "eager")
 _OWN = ("indexer", "compressor", "prepare_dynamic_mask", "rel_logits_proj")

@@ -18,7 +18,7 @@ from meshpar.passes.tensor.collectives import copy_to
 from meshpar.passes.tensor.context import Context, Style
 from meshpar.passes.tensor.parts import FeatureTable
 from meshpar.passes.tensor.styles import Colwise, Region
-from meshpar.step.calls import set_forward
+from meshpar.step.inner_calls import set_forward
 
 _QUERIES = ("q", "query", "q_proj", "q_lin")
 _KEYS = ("k", "key", "k_proj", "k_lin")

@@ -8,7 +8,7 @@ import torch
 
 import meshpar
 from meshpar import Float8, FullyShard, Plan, PlanError, Replicate, TensorParallel
-from meshpar.step.calls import installed
+from meshpar.step.inner_calls import installed
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.support.comparison import gradients

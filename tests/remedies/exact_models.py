@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from meshpar import ContextParallel, FullyShard, ModelLayout, Plan, TensorParallel, token_loss
 from meshpar.guards.explain import Explanation
-from meshpar.step.calls import Calls
+from meshpar.step.inner_calls import Calls
 from tests.passes.positions.test_parallel import Strange, Sums
 from tests.remedies.exact_loops import IDS, Methods, habit, of, trained
 from tests.support.loop_sides import DIM, FEATURES, LAYOUT, Block, Net, batch, sgd

@@ -34,7 +34,7 @@ from meshpar.guards.explain import Explanation
 from meshpar.guards.losses import compare_losses
 from meshpar.passes.data.whole_parameters import WholeParameters
 from meshpar.passes.tensor.context import Context
-from meshpar.step.calls import Calls
+from meshpar.step.inner_calls import Calls
 from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks, whole
 from meshpar.trials.split import SplitTest

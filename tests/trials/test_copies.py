@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from meshpar.step.calls import in_place_of
+from meshpar.step.inner_calls import in_place_of
 from meshpar.trials.copies import CannotCopy, copied_state, copy_block, undisturbed
 
 Pair = namedtuple("Pair", "left right")

@@ -1,1 +1,1 @@
-"""Data parallelism: shards, replicas and what they keep whole."""
+"""Data parallelism: where gradients are reduced (``shard_and_reduce.py``), shards, replicas and what stays whole."""

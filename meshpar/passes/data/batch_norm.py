@@ -19,7 +19,7 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Stage
 from meshpar.core.resolved import Resolved
 from meshpar.passes.tensor.collectives import gather_partial
-from meshpar.step.calls import installed, own_forward, set_forward
+from meshpar.step.inner_calls import installed, own_forward, set_forward
 
 RECOMPUTED: ContextVar[bool] = ContextVar("RECOMPUTED", default=False)
 """True where a pass computes once more what was computed, and counted, before."""

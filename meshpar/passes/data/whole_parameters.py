@@ -26,7 +26,7 @@ from meshpar.core.patterns import class_name, covers, is_called
 from meshpar.passes.tensor.collectives import _view, copy_weight, link
 from meshpar.passes.tensor.context import Context
 from meshpar.same_bits.trees import average_
-from meshpar.step.calls import Product, installed, own_forward, record, set_forward
+from meshpar.step.inner_calls import Product, installed, own_forward, record, set_forward
 from meshpar.step.moment import Moment
 from meshpar.tensors.placements import local_tensor
 

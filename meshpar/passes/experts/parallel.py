@@ -33,7 +33,7 @@ from meshpar.passes.experts.routing import (
     counted_by,
 )
 from meshpar.passes.tensor.parts import local_parameters, with_own
-from meshpar.step.calls import set_forward
+from meshpar.step.inner_calls import set_forward
 
 
 @final

@@ -22,7 +22,7 @@ from meshpar.core.patterns import class_name, matches
 from meshpar.passes.host_reads import begin_read, beside
 from meshpar.passes.tensor.collectives import _all_to_all, _view, link
 from meshpar.passes.tensor.parts import with_own
-from meshpar.step.calls import own_forward
+from meshpar.step.inner_calls import own_forward
 
 Inner = Callable[[Tensor, Tensor, Tensor], Tensor]
 INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, their weights (N, K))"

@@ -19,7 +19,7 @@ from meshpar.passes.pipeline.portion import Portion, Rule, Turn
 from meshpar.passes.pipeline.stand_ins import tell_hooks_of, with_result
 from meshpar.passes.pipeline.transfers import FailedBeforeError, Transfers
 from meshpar.passes.tensor.random import LossState
-from meshpar.step.calls import set_forward
+from meshpar.step.inner_calls import set_forward
 from meshpar.tensors.digests import FACTOR, digest
 
 _WRITES = (

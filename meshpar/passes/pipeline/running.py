@@ -135,7 +135,7 @@ class Layers(HandsOn):
             for count, action in enumerate(todo, 1):
                 self.begins(action)
                 if action.kind == "F":
-                    self._forth(action, partial(self._lose, batches[action.number], loss, totals))
+                    self._run_forward(action, partial(self._lose, batches[action.number], loss, totals))
                     running[action.chunk, action.number] = self.edges.turn.arrived, self.edges.turn.left
                 else:
                     reduces(count == len(todo))
@@ -303,7 +303,7 @@ class Layers(HandsOn):
                 while group := list(islice(numbered, self.ranks if last else 1)):
                     for chunk in range(last + 1):
                         for number, batch in group:
-                            self._forth(Action("F", number, chunk), partial(run, batch))
+                            self._run_forward(Action("F", number, chunk), partial(run, batch))
                 self._before += len(batches)
             counted(0)
             self._messages.settle_all()
@@ -320,7 +320,7 @@ class Layers(HandsOn):
         dist.all_gather_object(every, value, group=self.group)
         return every
 
-    def _forth(self, action: Action, run: Callable[[], object]) -> None:
+    def _run_forward(self, action: Action, run: Callable[[], object]) -> None:
         """Run a forward, which leaves what it took and what it has handed on."""
         self._action = action
         self.edges.begin(action.chunk, action.number, *self._agreed[action.number])

@@ -1,4 +1,8 @@
-"""The order in which a rank runs the forwards and backwards of a step's micro-batches, as data."""
+"""The order in which a rank runs the forwards and backwards of a step's micro-batches, as data.
+
+A new schedule is a name in ``Schedule`` and the number of forwards that it runs ahead, in ``actions``;
+``tests/accelerator`` runs all of them by NCCL's rules.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +36,9 @@ def actions(schedule: str, rank: int, ranks: int, micro_batches: int, chunks: in
     backwards = [
         Action("B", number, chunk) for number, chunk in _in_groups(ranks, micro_batches, range(chunks - 1, -1, -1))
     ]
-    if schedule == "gpipe":
-        ahead = len(forwards)
-    elif chunks == 1:
-        ahead = min(ranks - rank - 1, micro_batches)
-    else:
-        ahead = min((chunks - 1) * max(_groups(ranks, micro_batches)) + 2 * (ranks - rank - 1), len(forwards))
+    interleaved = (chunks - 1) * max(_groups(ranks, micro_batches)) + 2 * (ranks - rank - 1)
+    ahead = {"gpipe": len(forwards), "1f1b": ranks - rank - 1 if chunks == 1 else interleaved}[schedule]
+    ahead = min(ahead, len(forwards))
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards):
         order += [forward, backward]

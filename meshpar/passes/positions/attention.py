@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshpar._torch.calls import as_one_operator
 from meshpar.core.errors import MeshparError
 from meshpar.passes.positions.exchange import BLOCK, Exchange, run_by_run
-from meshpar.step.calls import installed
+from meshpar.step.inner_calls import installed
 
 NO_POSITIONS = (
     "the model got no position_ids, and each rank has a part of the positions; call the model with par.split(batch), "

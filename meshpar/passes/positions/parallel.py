@@ -18,7 +18,7 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, Stage, unmatched
 from meshpar.core.patterns import find_modules
 from meshpar.passes.positions.exchange import Exchange, Transport, runs
-from meshpar.step.calls import record, set_forward
+from meshpar.step.inner_calls import record, set_forward
 from meshpar.tensors.digests import leaves
 
 

@@ -19,7 +19,7 @@ from meshpar.core.errors import ParallelError, PlanError
 from meshpar.exchange.ranks import Looks, same
 from meshpar.passes.tensor.collectives import PartsGroup, copy_to, gather_partial, reduce_from, reduce_scatter
 from meshpar.passes.tensor.random import SplitState
-from meshpar.step.calls import set_forward
+from meshpar.step.inner_calls import set_forward
 
 SEQUENCE_DIM = 1
 """Activations are (batch, sequence, features)."""

@@ -23,7 +23,7 @@ from meshpar.passes.tensor.random import SplitState, draws_random
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, parse
 from meshpar.passes.tensor.styles import Sequence as SequenceStyle
 from meshpar.same_bits.norms import PARTS
-from meshpar.step.calls import installed, set_attribute
+from meshpar.step.inner_calls import installed, set_attribute
 
 _WHOLE_SHARE = 0.25
 

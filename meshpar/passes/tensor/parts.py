@@ -22,7 +22,7 @@ from meshpar.passes.data.whole_parameters import (
 )
 from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, own_parts, regroup
 from meshpar.passes.tensor.context import Context, Style
-from meshpar.step.calls import set_forward
+from meshpar.step.inner_calls import set_forward
 
 
 @final

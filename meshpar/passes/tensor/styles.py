@@ -39,7 +39,7 @@ from meshpar.passes.tensor.collectives import (
 )
 from meshpar.passes.tensor.context import SEQUENCE_DIM, Context, Style
 from meshpar.passes.tensor.parts import FeatureTable
-from meshpar.step.calls import record, set_attribute, set_forward
+from meshpar.step.inner_calls import record, set_attribute, set_forward
 
 
 @final
