@@ -96,23 +96,24 @@ def sum_in_place(module: nn.Module) -> None:
 
 
 def exchange_directly(module: nn.Module, device_type: str, *, by_tree: bool) -> None:
-    """Let the units of a module exchange by all-to-alls: shards on CPUs, gradients there or ``by_tree``."""
+    """Let the units of a module exchange by all-to-alls: shards on CPUs, gradients there or ``by_tree``, undivided."""
     gather: Any = _DirectGather()  # FSDP2 names the classes of its collectives in private modules alone
     scatter: Any = _DirectReduceScatter(by_tree=by_tree)
     for unit in units_with_parameters(module):
         if runtime.over_hosts(device_type):
             unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
+        if by_tree:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
 
-def reduce_by_tree(module: nn.Module, replicas: dist.ProcessGroup | None) -> None:
+def sum_replicas_by_tree(module: nn.Module, replicas: dist.ProcessGroup) -> None:
     """Let the units of a module sum gradients, not average them, over ``replicas`` in the order of a tree."""
-    ranks: Any = None if replicas is None else dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    ranks: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for unit in units_with_parameters(module):
-        unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        if replicas is not None:
-            reduce_replicas_by(unit, ranks, lambda sums: sum_over(sums, replicas, in_place=True))
+        reduce_replicas_by(unit, ranks, lambda sums: sum_over(sums, replicas, in_place=True))
 
 
 def swaps(x: Tensor, group: dist.ProcessGroup) -> bool:

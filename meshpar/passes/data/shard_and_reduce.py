@@ -29,7 +29,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
 from meshpar.core.passes import Facts, Installed, Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, suggestion
-from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards, exchange_directly, reduce_by_tree, sum_in_place
+from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards, exchange_directly, sum_in_place, sum_replicas_by_tree
 from meshpar.passes.data.whole_parameters import WholeParameters, kept_whole
 from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.pipeline.running import Layers
@@ -226,8 +226,8 @@ class _Sharding(Precision):
             exchange_directly(module, mesh.device_type, by_tree=by_tree)
         self._prefetch(units, by_order=layers is None)
         slices = [ReplicaShards(module, mesh, meshes, *axes, by_tree=by_tree)] if splits_replicas else []
-        if by_tree:
-            reduce_by_tree(module, mesh.get_group(axes[0]) if len(axes) > 1 and not splits_replicas else None)
+        if by_tree and len(axes) > 1 and not splits_replicas:
+            sum_replicas_by_tree(module, mesh.get_group(axes[0]))
         goes_on = None if layers is None else partial(getattr, layers, "goes_on")
         gathering = Gathering(keep is False, slices[0] if slices else None, goes_on)
         return Installed(moments=installed.moments, facts=[*installed.facts, *slices, gathering])
@@ -462,5 +462,5 @@ class Replicate(Precision, Pass):
         if runtime.over_hosts(mesh.device_type):
             sum_in_place(module)
         if facts.find(SameBits) is not None:
-            reduce_by_tree(module, mesh.get_group("dp_replicate"))
+            sum_replicas_by_tree(module, mesh.get_group("dp_replicate"))
         return installed

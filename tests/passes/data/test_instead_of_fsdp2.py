@@ -420,9 +420,10 @@ class FlatCopies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("same_bits", [False, True])
 @on_ranks(2)
-def test_replicas_reduce_gradients_in_the_memory_in_which_a_unit_collects_them():
-    par = Plan("dp_replicate=2", [Replicate()]).apply(on_meta(ODD)).materialize(seed=0)
+def test_replicas_reduce_gradients_in_the_memory_in_which_a_unit_collects_them(same_bits):
+    par = Plan("dp_replicate=2", [Replicate()], same_bits=same_bits).apply(on_meta(ODD)).materialize(seed=0)
     units = {sum(p.numel() for p in layer.parameters()) for layer in par.module.layers}
     loss, _ = token_loss_sum(par.module, random_tokens(99, 2, 8, seed=par.data_rank))
     with FlatCopies() as copies:
