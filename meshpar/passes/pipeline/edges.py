@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.messages import FORTH
 from meshpar.passes.pipeline.portion import Portion, Rule, Turn
-from meshpar.passes.pipeline.stand_ins import tell_hooks_of, with_result
+from meshpar.passes.pipeline.stand_ins import StandIn, tell_hooks_of, with_result
 from meshpar.passes.pipeline.transfers import FailedBeforeError, Transfers
 from meshpar.passes.tensor.random import LossState
 from meshpar.step.inner_calls import set_forward
@@ -30,8 +32,70 @@ _WRITTEN = ("a leaf Variable that requires grad", "the written-to tensor")
 """Words of torch's errors for writes into a received value, and into the zeros of a stand-in."""
 
 
+_TORCHS = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+_FILLED = (list, dict, set, deque)
+_State: TypeAlias = list[dict[str, tuple[Any, Any]]]
+"""Of each module its attributes, and what is in those that can be filled."""
+
+
 class StageEndsError(BaseException):
     """Unwind out of the loss function after this stage has sent its activations. Not an error; do not catch it."""
+
+
+@final
+class Attributes:
+    """What the user's code keeps on modules that run in each chunk of a rank: each forward of a micro-batch begins with
+    what the first one began with, so that a model that counts its calls counts micro-batches.
+    """
+
+    def __init__(self, portion: Portion) -> None:
+        once = [name for name, rule in portion.rules.items() if rule.only is not None or rule.number is not None]
+        self._modules = [
+            child
+            for name, child in portion.module.named_modules()
+            if len(portion.chunks) > 1
+            if not isinstance(child, StandIn) and not any(f"{name}.".startswith(f"{one}.") for one in once)
+        ]
+        self._begun = dict[int, _State]()
+        self._later: _State | None = None  # those of a micro-batch that has begun since
+        self._newest = 0
+
+    def begin(self, number: int, *, first: bool, last: bool) -> None:
+        """Begin a forward of a micro-batch."""
+        self._later = None
+        if first:
+            self._newest, self._begun[number] = number, self._now()
+            return
+        if number != self._newest:
+            self._later = self._now()
+        self._set(self._begun.pop(number) if last else self._begun[number])
+
+    def end(self) -> None:
+        """End a forward."""
+        if self._later is not None:
+            self._set(self._later)
+
+    def _now(self) -> _State:
+        return [
+            {
+                name: (value, copy.copy(value) if isinstance(value, _FILLED) else None)
+                for name, value in vars(module).items()
+                if name not in _TORCHS
+            }
+            for module in self._modules
+        ]
+
+    def _set(self, states: _State) -> None:
+        for module, state in zip(self._modules, states, strict=True):
+            attributes = vars(module)
+            for name in attributes.keys() - _TORCHS - state.keys():
+                del attributes[name]
+            for name, (value, content) in state.items():
+                attributes[name] = value
+                if content is not None:
+                    value.clear()
+                    (value.update if isinstance(value, dict | set) else value.extend)(content)
 
 
 @final
@@ -52,6 +116,7 @@ class Edges:
         self._next = 0  # the number of the block that the forward has to call
         # a forward draws random numbers by the number of its micro-batch and the names of its blocks
         self._state, self.by_sample = LossState(), False
+        self._attributes = Attributes(portion)
 
     def _turn(self, chunk: int, number: int, **options: Any) -> Turn:
         stage = chunk * self.portion.ranks + self.portion.rank
@@ -69,6 +134,7 @@ class Edges:
         self.runs, carried.device, carried.scores = True, device, turn.stage == self.portion.last
         last = len(self.portion.chunks) - 1
         self._state.begin(device, turn.number, first=not turn.chunk, last=turn.chunk == last)
+        self._attributes.begin(turn.number, first=not turn.chunk, last=turn.chunk == last)
         self.hands_back()
         try:
             value = function(self.portion.module, batch)
@@ -84,6 +150,7 @@ class Edges:
                 raise MeshparError(f"{_WRITES}. torch says: {first_line(error)}") from error
             raise
         finally:
+            self._attributes.end()
             self.runs, self.behind, carried.device, carried.scores = False, False, None, False
 
     def pass_forth(self) -> None:

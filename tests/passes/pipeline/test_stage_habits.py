@@ -134,6 +134,48 @@ def grads_of(par):
     return [parameter.grad for parameter in par.module.parameters()]
 
 
+class Counts(Model):
+    """A model whose forward counts its calls, by a number and in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.lengths, self.first = 0, [], True
+        self.embed.register_forward_pre_hook(self.note)
+
+    def note(self, *_):
+        self.first = False
+
+    def forward(self, ids):
+        scale = 1.0 if self.first else 0.5
+        self.calls, self.kept = self.calls + 1, ids.sum()
+        self.lengths.append(len(ids))
+        x = self.embed(ids) * scale / self.calls
+        for block in self.blocks:
+            x = block(x / len(self.lengths))
+        return self.head(self.norm(x))
+
+
+def counting():
+    torch.manual_seed(0)
+    return Counts().double()
+
+
+@pytest.mark.parametrize("options", [{"virtual": 2}, {"virtual": 2, "schedule": "gpipe"}, {}])
+@on_ranks(2)
+def test_what_a_forward_counts_is_counted_once_a_micro_batch(options):
+    counts = []
+
+    def look(net):
+        module, batches = getattr(net, "module", net), micro_batches(9)
+        with torch.no_grad():
+            losses = [plain_loss(net, one) for one in batches] if net is module else net.forward(batches, plain_loss)
+        counts.append((module.calls, len(module.lengths), module.first, int(module.kept), sum(map(float, losses))))
+
+    expected = in_one_process(plain_loss, look, counting)
+    assert_equal(expected, on_stages(plain_loss, look, make=counting, **options))
+    assert counts[STEPS:] == [pytest.approx(one, rel=1e-6) for one in counts[:STEPS]]
+
+
 NUMBERS = [
     lambda par: torch.nn.utils.clip_grad_norm_(par.module.parameters(), 0.3),
     lambda par: torch.nn.utils.get_total_norm(grads_of(par)),
