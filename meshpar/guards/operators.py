@@ -23,6 +23,11 @@ _REMEDY = (
     "change the whole tensor on every rank, whole = par.whole(tensor), and write it back, under torch.no_grad(), by "
     "tensor.copy_(par.like(tensor, whole))"
 )
+_REMEDIES = {
+    "in-place": "compute with the whole of it, par.whole(tensor)",
+    "different mesh": "each applied plan has a mesh of its own; place one as the other, par.like(tensor, other)",
+}
+"""Words of torch's errors -> what helps instead."""
 notes["got mixed torch.Tensor and DTensor"] = (
     "a plain tensor met a parameter, a gradient or what was computed from them, which is a DTensor on a mesh; place "
     "the plain one (a mask, noise, a value) by par.like(tensor, values), or compute with the whole of the other, "
@@ -113,9 +118,7 @@ def _refuse_unknown(inside: Callable[[], bool], op: Any, error: Exception) -> No
             "ranks already when a backward has ended; leave the collective out, use the form for one process of an "
             "optimizer that has its own, or take par.whole(tensor) where a rank needs all of it"
         ) from error
-    remedy = _REMEDY
-    if "in-place" in str(error):
-        remedy = "compute with the whole of it, par.whole(tensor)"
+    remedy = next((remedy for cause, remedy in _REMEDIES.items() if cause in str(error)), _REMEDY)
     raise ParallelError(
         f"torch cannot run {op} on a parameter, a gradient or what was computed from them, which are DTensors on a "
         f"mesh ({first_line(error)}); {remedy}"

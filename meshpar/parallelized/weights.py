@@ -95,10 +95,12 @@ class ModuleWeights(ModuleOnMesh):
         Args:
             tensor: a parameter, a gradient or what was computed from them, on any mesh or in one process.
             values: a whole tensor, an array or a number, the same on every rank, that expands to the shape of
-                ``tensor``.
+                ``tensor``; or a parameter of another module, such as the student of a teacher.
 
         Returns:
             A tensor of its own, of the dtype of ``values``: this rank's part as a DTensor, or plain as ``tensor`` is.
+
+        Collective where ``values`` is divided in another way than ``tensor``.
         """
         return like(tensor, values)
 

@@ -91,11 +91,19 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, values: Any) -> Tensor:
-    """Return whole ``values`` placed as ``tensor`` is: see ``Parallelized``."""
+    """Return whole ``values``, or those of another mesh, placed as ``tensor`` is: see ``Parallelized``."""
+    if isinstance(values, DTensor) and isinstance(tensor, DTensor) and _have_equal_parts(values, tensor):
+        return part_like(local_tensor(values).clone(), tensor)
     if not isinstance(values, DTensor):
         values = torch.as_tensor(values).to(tensor.device)
     expanded = values.expand(tensor.shape).contiguous()
     return placed_like(expanded, tensor, ()) if isinstance(tensor, DTensor) else whole_tensor(expanded).clone()
+
+
+def _have_equal_parts(first: DTensor, second: DTensor) -> bool:
+    """Return whether each rank holds the same part of both tensors, each on a mesh of its own plan."""
+    meshes = first.device_mesh.mesh, second.device_mesh.mesh
+    return first.shape == second.shape and first.placements == second.placements and torch.equal(*meshes)
 
 
 def undivided(placements: Sequence[Placement], dims: Collection[int]) -> tuple[Placement, ...]:

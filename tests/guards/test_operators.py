@@ -209,6 +209,42 @@ def test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact(mesh):
             assert words in said[habit], (habit.__name__, said[habit])
 
 
+def scaled(factor):
+    module = build()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(factor)
+    return module
+
+
+@pytest.mark.parametrize("mesh", daily(PLANS, "dp_shard=2"))
+@on_ranks("mesh")
+def test_a_teacher_that_is_moved_by_hand_is_refused_and_exact_as_the_message_says(mesh):
+    student, teacher = (Plan(mesh, PLANS[mesh]).apply(build(), LAYOUT if "tp" in mesh else None) for _ in range(2))
+    pairs = list(zip(teacher.module.parameters(), student.module.parameters(), strict=True))
+    with torch.no_grad():
+        for target, source in pairs:
+            source.mul_(3)
+            with pytest.raises(MeshparError, match="each applied plan has a mesh of its own"):
+                target.add_(source)
+            placed = teacher.like(target, source)
+            assert placed.device_mesh is target.device_mesh and placed.placements == target.placements
+            target.mul_(0.75).add_(placed, alpha=0.25)
+            source.zero_()  # what was placed is a copy
+            assert placed.full_tensor().any()
+    assert_weights(teacher, scaled(1.5), rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_divided_in_another_way_is_placed_too():
+    target = Plan("dp_shard=2", [FullyShard()]).apply(build())
+    source = Plan("dp_replicate=2", [Replicate()]).apply(build())
+    with torch.no_grad():
+        for weight, other in zip(target.module.parameters(), source.module.parameters(), strict=True):
+            weight.add_(target.like(weight, other))
+    assert_weights(target, scaled(2), rtol=0, atol=1e-12)
+
+
 @on_ranks(2, fresh="a module of another test that lives on keeps the guard, whose end is looked at")
 def test_a_lost_write_is_refused_after_rows_were_read_without_meshpar_and_by_each_later_module():
     rows = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)])

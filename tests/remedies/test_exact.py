@@ -31,6 +31,9 @@ ROWS = [
     Tested("compute with the whole of it, par.whole(tensor)")
     .by("tests/guards/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact")
     .helps("compute with the whole of it", "check_habits(mesh"),
+    Tested("each applied plan has a mesh of its own")
+    .by("tests/guards/test_operators.py::test_a_teacher_that_is_moved_by_hand_is_refused_and_exact_as_the_message_says")
+    .helps("place one as the other, par.like(tensor, other)", "teacher.like(target, source)"),
     Tested("gradients are averaged over data ranks already")
     .by("tests/guards/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact")
     .helps("leave the collective out", "check_habits(mesh")
