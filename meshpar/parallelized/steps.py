@@ -63,6 +63,8 @@ class TrainingSteps(ModuleOnMesh):
             reduce(last=True)
             yield from waiting
             whole = True
+            if (tree := self.run.find(TreeOfGradients)) is not None:
+                tree.before_micro_batch(0)
         finally:
             reduce(last=True)
             if not whole:
@@ -136,6 +138,8 @@ class TrainingSteps(ModuleOnMesh):
                 totals,
                 partial(self._agree_on_count, "par.backward"),
             )
+            if tree is not None:
+                tree.before_micro_batch(0)
         else:
             for batch in self.accumulate(micro_batches, reduce_each=reduce_each):
                 totals.add(loss(module, batch)).backward()  # type: ignore[no-untyped-call]

@@ -24,7 +24,8 @@ Gradients = dict[nn.Parameter, Tensor]
 class TreeOfGradients(Moment):
     """The gradients of the micro-batches of a step, of each of which one backward leaves the sum over ranks.
 
-    ``chunk`` and ``is_last`` tell which part of the layers a backward goes through, and whether it begins at a loss.
+    ``chunk`` and ``is_last`` tell through which part of the layers the next backward goes, and whether it begins at a
+    loss. A part whose parameters are all frozen has no backward.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class TreeOfGradients(Moment):
         self._units, self._part, self._chunk, self._is_last = units, 1.0 / fact.ranks, chunk, is_last
         # of each chunk: levels of the tree, and sums
         self._sums: dict[int, list[tuple[int, Gradients]]] = {}
-        self._left, self._due = 0, False
+        self._left, self._due, self._running = 0, False, 0
         self._scaled: Any = None
 
     @property
@@ -43,12 +44,14 @@ class TreeOfGradients(Moment):
         return self._left > 0
 
     def before_micro_batch(self, left: int) -> None:
-        """Expect a backward; without one for the micro-batch before, that counts as zero."""
+        """Expect a backward; without one for the micro-batch before, that counts as zero. 0 ``left`` end the step."""
         if self._due:
             self._push({})
         elif left and not self._left and self._has_gradients():
             raise MeshparError(_EARLIER)
-        self._left, self._due = left, left > 0
+        self._left, self._due, self._running = left, left > 0, self._chunk()
+        if not left:
+            self._finish()
 
     def before_backward(self, roots: Iterable[Any], *, reaches: Callable[[], bool]) -> None:
         """Divide the gradient of the loss by the number of data ranks, whose gradients are summed, not averaged."""
@@ -90,7 +93,7 @@ class TreeOfGradients(Moment):
             self._finish()
 
     def _push(self, grads: Gradients) -> None:
-        sums, level = self._sums.setdefault(self._chunk(), []), 0
+        sums, level = self._sums.setdefault(self._running, []), 0
         while sums and sums[-1][0] == level:
             grads, level = _added(sums.pop()[1], grads), level + 1
         sums.append((level, grads))

@@ -109,11 +109,19 @@ class Branches(nn.Module):
         return self.head(x)
 
 
+def partly_frozen():
+    module = transformer(layers=4, tied=False)
+    for part in (module.embed, module.layers[0], module.layers[2].attn):
+        part.requires_grad_(False)
+    return module
+
+
 TEXT = (tokens, token_loss_sum)
 MODELS = {
     "transformer": (transformer, *TEXT),
     "odd-transformer": (functools.partial(transformer, hidden=45, vocab_size=VOCAB + 5, layers=3, tied=False), *TEXT),
     "mixture": (functools.partial(transformer, experts=4, expert_hidden=24, qk_norm=True), *TEXT),
+    "partly-frozen": (partly_frozen, *TEXT),
     "four-layers": (functools.partial(transformer, layers=4, tied=False), *TEXT),
     "deep-llama": (functools.partial(huggingface, "Llama", num_hidden_layers=4), *TEXT),
     "llama": (functools.partial(huggingface, "Llama"), *TEXT),
@@ -269,9 +277,10 @@ STAGES = {
 @pytest.mark.parametrize(
     ("plan", "model"),
     daily(
-        [(plan, model) for plan in STAGES for model in ("four-layers", "deep-llama")],
+        [(plan, model) for plan in STAGES for model in ("four-layers", "deep-llama", "partly-frozen")],
         ("fsdp", "four-layers"),
         ("two", "deep-llama"),
+        ("virtual", "partly-frozen"),
     ),
 )
 def test_stages_have_the_same_bits(plan, model, one_process):
@@ -299,3 +308,17 @@ def test_a_loop_over_accumulate_has_the_bits_of_backward(one_process):
 @pytest.mark.parametrize("guards", ["first", "off"])
 def test_guards_change_no_bit(guards, one_process):
     assert_same_bits("dp_replicate=2,dp_shard=2", [HybridShard()], one_process(), {"guards": guards})
+
+
+@on_ranks(2)
+def test_a_micro_batch_without_a_backward_counts_as_zero():
+    par, norms = Plan("dp_shard=2", [FullyShard()], same_bits=True).apply(transformer()), []
+    for numbers in ((0,), (1, 0), (0, 1)):
+        for number in par.accumulate(numbers):
+            loss, _ = token_loss_sum(par.module, tokens(par.data_rank + 2 * number))
+            if number == 0:
+                loss.backward()
+        norms.append(par.clip_grad_norm_(float("inf")))
+        par.module.zero_grad()
+    assert torch.equal(norms[1], norms[0])
+    assert torch.equal(norms[2], norms[0])

@@ -138,8 +138,8 @@ class Layers(HandsOn):
                     self._run_forward(action, partial(self._lose, batches[action.number], loss, totals))
                     running[action.chunk, action.number] = self.edges.turn.arrived, self.edges.turn.left
                 else:
-                    reduces(count == len(todo))
                     self._action = action
+                    reduces(count == len(todo))
                     arrived, left = running.pop((action.chunk, action.number))
                     self.edges.begin_back(action.chunk, action.number, arrived, left)
                     self._try(self.edges.backward, self.edges.pass_back)
