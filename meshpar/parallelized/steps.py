@@ -16,7 +16,7 @@ from meshpar.core.patterns import matches, modules_around
 from meshpar.losses.token_loss import Found as Losses
 from meshpar.losses.token_loss import Totals
 from meshpar.parallelized.ranks import ModuleOnMesh
-from meshpar.passes.pipeline.portion import tensors_elsewhere
+from meshpar.passes.pipeline.portion import parameters_elsewhere, tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.waiting import reads_of
 from meshpar.same_bits.gradients import TreeOfGradients
@@ -246,7 +246,7 @@ class TrainingSteps(ModuleOnMesh):
         self.reshard()
         places = self._counted_for(modules) if modules else {}
         row = {name: number for number, name in enumerate(["", *dict.fromkeys(places.values())])}
-        named = {**tensors_elsewhere(self.run), **dict(self.module.named_parameters())}
+        named = {**parameters_elsewhere(self.run), **dict(self.module.named_parameters())}
         rows = {id(named[name]): row[place] for name, place in places.items() if name in named}
         groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
         layers = self.run.find(Layers)

@@ -109,9 +109,11 @@ class Branches(nn.Module):
         return self.head(x)
 
 
-def partly_frozen():
+def frozen_and_tied():
+    """Return a model whose first stages are frozen, with weights that are tied inside of a block of the last one."""
     module = transformer(layers=4, tied=False)
     for part in (module.embed, module.layers[0], module.layers[2].attn):
+    module.layers[3].mlp.up.weight = module.layers[3].mlp.gate.weight
         part.requires_grad_(False)
     return module
 
@@ -121,7 +123,7 @@ MODELS = {
     "transformer": (transformer, *TEXT),
     "odd-transformer": (functools.partial(transformer, hidden=45, vocab_size=VOCAB + 5, layers=3, tied=False), *TEXT),
     "mixture": (functools.partial(transformer, experts=4, expert_hidden=24, qk_norm=True), *TEXT),
-    "partly-frozen": (partly_frozen, *TEXT),
+    "frozen-and-tied": (frozen_and_tied, *TEXT),
     "four-layers": (functools.partial(transformer, layers=4, tied=False), *TEXT),
     "deep-llama": (functools.partial(huggingface, "Llama", num_hidden_layers=4), *TEXT),
     "llama": (functools.partial(huggingface, "Llama"), *TEXT),
@@ -277,10 +279,10 @@ STAGES = {
 @pytest.mark.parametrize(
     ("plan", "model"),
     daily(
-        [(plan, model) for plan in STAGES for model in ("four-layers", "deep-llama", "partly-frozen")],
+        [(plan, model) for plan in STAGES for model in ("four-layers", "deep-llama", "frozen-and-tied")],
         ("fsdp", "four-layers"),
         ("two", "deep-llama"),
-        ("virtual", "partly-frozen"),
+        ("virtual", "frozen-and-tied"),
     ),
 )
 def test_stages_have_the_same_bits(plan, model, one_process):
