@@ -22,7 +22,7 @@ from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.stand_ins import is_idle
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.random import draws_random
-from meshpar.same_bits.dropout import DrawsBySample
+from meshpar.same_bits.dropout import DrawsBySample, DrawsNothing
 from meshpar.same_bits.gradients import TreeOfGradients, join_input_gradients
 from meshpar.same_bits.trees import SameBits
 from meshpar.state.full import OptimizerStates, refuse_copies
@@ -59,6 +59,8 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
             moments.append(DrawsBySample(module, resolved.blocks, guarded.device, data_rank, by_tree.ranks))
             if layers is not None:
                 layers.edges.by_sample = True
+        elif layers is None:  # stages look themselves
+            moments.append(DrawsNothing(module, guarded.device))
     trials = explain = None
     if guarded.guards == "off":
         compares = resolved.reduced and dist.get_world_size() > 1

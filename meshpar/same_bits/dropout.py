@@ -13,6 +13,7 @@ from torch import nn
 
 from meshpar._torch.autograd import in_backward
 from meshpar._torch.calls import eager
+from meshpar.core.errors import MeshparError
 from meshpar.passes.tensor import random
 from meshpar.step.moment import Moment
 
@@ -74,3 +75,28 @@ class DrawsBySample(Moment):
 
     def simulated(self) -> None:
         return None
+
+
+@final
+class DrawsNothing(Moment):
+    """Refuse a forward in training that draws random numbers where neither layout nor modules say that it does."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._before: list[torch.Tensor] = []
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._before = random.states(self._device) if self._module.training else []
+
+    def after_forward(self, output: object) -> None:
+        if self._before and not all(map(torch.equal, self._before, random.states(self._device))):
+            raise MeshparError(_UNDECLARED)
+
+    def simulated(self) -> None:
+        return None
+
+
+_UNDECLARED = (
+    "under same_bits a forward draws random numbers in training, which no dropout module does, so that they would "
+    "follow the rank; set ModelLayout(dropout=True), with which each micro-batch draws its own"
+)

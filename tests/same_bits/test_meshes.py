@@ -83,24 +83,25 @@ class ImageNet(nn.Module):
 
 
 class Branch(nn.Module):
-    """A block that uses its input three times, beside the use that its caller makes of it."""
+    """A block that uses its input three times, beside the use that its caller makes of it; it draws without a module."""
 
-    def __init__(self, width):
+    def __init__(self, width, dropout):
         super().__init__()
+        self.dropout = dropout
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x):
-        return sum(layer(x) for layer in self.layers)
+        return F.dropout(sum(layer(x) for layer in self.layers), self.dropout, self.training)
 
 
 class Branches(nn.Module):
-    def __init__(self, width=24):
+    def __init__(self, width=24, dropout=0.0):
         super().__init__()
         self.first, self.head = nn.Linear(192, width), nn.Linear(width, 10)
-        self.blocks = nn.ModuleList(Branch(width) for _ in range(2))
+        self.blocks, self.draws = nn.ModuleList(Branch(width, dropout) for _ in range(2)), dropout > 0
 
     def meshpar_layout(self):
-        return ModelLayout(blocks=("blocks.*",))
+        return ModelLayout(blocks=("blocks.*",), dropout=self.draws)
 
     def forward(self, x):
         x = self.first(x.flatten(1))
@@ -112,8 +113,8 @@ class Branches(nn.Module):
 def frozen_and_tied():
     """Return a model whose first stages are frozen, with weights that are tied inside of a block of the last one."""
     module = transformer(layers=4, tied=False)
-    for part in (module.embed, module.layers[0], module.layers[2].attn):
     module.layers[3].mlp.up.weight = module.layers[3].mlp.gate.weight
+    for part in (module.embed, module.layers[0], module.layers[2].attn):
         part.requires_grad_(False)
     return module
 
@@ -132,6 +133,7 @@ MODELS = {
     "huggingface-gpt2": (huggingface_gpt2, *TEXT),
     "vit": (ImageNet, images, image_loss_sum),
     "branches": (Branches, images, image_loss_sum),
+    "drawing": (functools.partial(Branches, dropout=0.1), images, image_loss_sum),
 }
 OPTIMIZERS = {
     "adamw": lambda par: torch.optim.AdamW(par.module.parameters(), lr=1e-2),
@@ -223,7 +225,7 @@ CASES = [(plan, model) for plan in PLANS for model in MODELS]
     daily(
         CASES,
         *((plan, "transformer") for plan in ("fsdp-2", "replicate-2", "hsdp", "world")),
-        *(("fsdp-4", model) for model in ("llama", "vit", "gpt2", "branches")),
+        *(("fsdp-4", model) for model in ("llama", "vit", "gpt2", "branches", "drawing")),
     ),
 )
 def test_a_model_has_the_same_bits_on_every_mesh(plan, model, one_process):
