@@ -1,6 +1,7 @@
 """Hundreds of kill -9 over whole jobs: is any number lost or doubled, any export wrong, any file of the user's gone?
 
-    python benchmarks/kills.py [--kills 300] [--seed 0] [--storage disk] [--mesh moves] [--folder DIR] [--seconds S]
+    python benchmarks/kills.py [--kills 300] [--steps 120] [--seed 0] [--storage disk] [--mesh moves]
+                               [--folder DIR] [--seconds S]
 
 One job trains undisturbed. Then the same job is started again and again, and each time killed at a random moment: a
 rank, the launcher, or all at once. It writes metrics and TensorBoard's events, validates, saves often and keeps two
@@ -225,7 +226,7 @@ def mine(path: Path) -> bool:
     return path.exists() and path.read_text() == str(path)
 
 
-def prepare(mesh: str) -> dict[str, str]:
+def prepare(mesh: str, steps: int) -> dict[str, str]:
     """Train undisturbed, and return the step of each of its exports, by digest."""
     draw = random.Random(0)
     pairs = [(draw.randrange(50), draw.randrange(50)) for _ in range(4000)]
@@ -235,7 +236,7 @@ def prepare(mesh: str) -> dict[str, str]:
         # accumulate and validate_steps count the micro-batches of all data ranks
         recipe = recipe.replace("dp_shard=2\n", f"dp_shard=1\npasses: [{PARTS}\nsame_bits: true\n")
         recipe = recipe.replace("accumulate: 2", "accumulate: 4").replace("validate_steps: 2", "validate_steps: 4")
-    Path("job.yaml").write_text(recipe)
+    Path("job.yaml").write_text(recipe.replace("steps: 120", f"steps: {steps}"))
     undisturbed = train(
         "output=undisturbed", "checkpoint.keep=null", "checkpoint.every=1"
     )  # a launcher's death saves at any step
@@ -244,7 +245,7 @@ def prepare(mesh: str) -> dict[str, str]:
         raise RuntimeError(output)
     right = {}
     for step in sorted(Path("undisturbed/checkpoints").glob("step-*")):
-        target = Path("exports", step.name if step.name != "step-00000120" else "undisturbed")
+        target = Path("exports", step.name if step.name != f"step-{steps:08}" else "undisturbed")
         export_run(step, target)
         right[digest(target)] = step.name
     return right
@@ -289,6 +290,7 @@ def killing(notes: dict[str, Any], kills: int, seed: int, until: float, moves: S
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=120, help="of a job")
     parser.add_argument(
         "--storage", choices=("disk", "s3"), default="disk", help="of the jobs; the undisturbed one is on the disk"
     )
@@ -307,7 +309,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(contextlib.chdir(folder))
         if not NOTES.exists():
-            right = prepare(options.mesh)
+            right = prepare(options.mesh, options.steps)
             NOTES.write_text(
                 json.dumps(dict(right=right, kinds={}, kills=0, jobs=0, exports=0, wrong=[], lines=[], seconds=0.0))
             )
