@@ -251,6 +251,7 @@ def restore_optimizer(
         ours = [names[id(parameter)] for parameter in group["params"]]
         saved_names = [renamed.get(name, name) for name in ours]
         same_class = [name for name in saved_names if classes.get(name) == type(optimizer).__name__]
+        # a group has one set of options, and takes those of its first parameter that the checkpoint has
         for key, value in options[same_class[0]].items() if same_class else ():
             now = group.get(key)
             if isinstance(now, Tensor):
@@ -276,14 +277,14 @@ def _room(
     stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, group: Mapping[str, Any], now: object
 ) -> Tensor:
     """Return a tensor for one entry of the optimizer's state: the present one if it fits, or one like the parameter."""
-    # An entry in the dtype that the parameter had when it was saved (``trained``) is cast with the parameter. A count
-    # is a scalar whatever the parameter is.
+    # the count of steps is a scalar, also of a parameter that is one
     like = stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step")
-    # Adafactor's have other shapes
+    # What was kept in the parameter's dtype (``trained``) is cast with it: moments, and Adafactor's factors of other
+    # shapes. A scalar keeps its own.
     dtype = parameter.dtype if (like or stored.shape != ()) and stored.dtype == trained else stored.dtype
-    # loaded from one process, and not yet divided
-    placed = isinstance(now, DTensor) or not (like and isinstance(parameter, DTensor))
-    if isinstance(now, Tensor) and placed and tuple(now.shape) == stored.shape and now.dtype == dtype:
+    # state of one process, which has just been loaded, is whole where the parameter is divided
+    undivided = like and isinstance(parameter, DTensor) and not isinstance(now, DTensor)
+    if isinstance(now, Tensor) and not undivided and tuple(now.shape) == stored.shape and now.dtype == dtype:
         return now
     if like:
         return torch.zeros_like(parameter.detach(), dtype=dtype)
@@ -346,6 +347,7 @@ def class_by_parameter(table: Mapping[str, Any]) -> dict[str, str]:
 
 def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the optimizer tables of ranks that may have other parameters, as stages do; equal groups become one."""
+    # The groups of one rank stay apart, also those with equal options: the nth of them is the nth of other ranks.
     groups: dict[tuple[str | None, str, int], dict[str, Any]] = {}
     for table in tables:
         seen: Counter[tuple[str | None, str]] = Counter()
@@ -359,5 +361,6 @@ def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "class": kinds[0] if isinstance(kinds[0], str) else several,
         "groups": list(groups.values()),
+        # where several ranks have a parameter, the first one speaks for it
         "state": {k: v for table in reversed(tables) for k, v in table["state"].items()},
     }

@@ -26,7 +26,10 @@ _FLASH_CHANNELS = range(8, 257, 8)
 
 @final
 class Stream:
-    """A queue of work. ``last`` is the index of the last event issued on it, -1 before any in this step."""
+    """A queue of work. ``last`` is the index of the last event issued on it, -1 before any in this step.
+
+    Code that names a ``device`` gets a stream called "beside"; FSDP2 names none, and gets its four in their order.
+    """
 
     everyone: ClassVar[list[Stream]] = []
     current: ClassVar[Stream]

@@ -131,10 +131,13 @@ class TokenFile:
         return ends if ends.size and ends[-1] == self.tokens else numpy.append(ends, self.tokens)
 
     def _ends(self) -> Iterator[np.ndarray]:
+        """Yield the places where documents end: where the next one begins, by the marks, or behind each end id."""
         numpy, start = need("numpy"), 0
         for part in self._scan():
-            ends = part & BEGINS if self.marked else part == self.eos_id
-            yield numpy.flatnonzero(ends) + start + (not self.marked)
+            if self.marked:
+                yield numpy.flatnonzero(part & BEGINS) + start
+            else:
+                yield numpy.flatnonzero(part == self.eos_id) + start + 1
             start += part.size
 
     def _scan(self) -> Iterator[np.ndarray]:
@@ -319,6 +322,7 @@ def _batch_pieces(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str
 
 
 def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> None:
+    """Write the documents to train on and those held out; of a single document the last part is held out."""
     numpy = need("numpy")
     ids, marks, ends = whole.ids(), whole.marks(), whole.document_ends()
     if ends.size == 1:

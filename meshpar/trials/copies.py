@@ -58,6 +58,8 @@ def free(copied: nn.Module) -> None:
 @contextmanager
 def copied_state(module: nn.Module, values: Any) -> Iterator[Any]:
     """Let a module work on a copy of its state, with its parameters and FSDP2's hooks; yield a copy of ``values``."""
+    # A copy refers to the module's own parameters and children, to what intercepts its calls, and of its hooks to those
+    # of libraries; all else is copied. The modules keep their identity, and get the copies as ``__dict__``.
     children, replaced = list(module.modules()), dict[int, Any]()
     states = [vars(child) for child in children]
     for name, value in (item for state in states for item in state.items()):
@@ -203,7 +205,7 @@ class _StateWriter(pickle.Pickler):
         return self._numbers[id(value)][0]
 
     def _is_written(self, kind: type, value: Any) -> bool:
-        """Return whether a value is copied part by part."""
+        """Return whether a value is copied part by part; an iterator is, as a copy of it must not move the user's."""
         if issubclass(kind, _WEAK):
             return id(_referent(value)) in self._inside
         if issubclass(kind, nn.Module):
@@ -244,6 +246,7 @@ def _copy_alone(value: Any) -> Any:
 
 
 def _referent(reference: Any) -> Any:
+    """Return what a weak reference refers to, or a proxy, which hands all but its own methods on to it."""
     return reference() if isinstance(reference, weakref.ref) else reference.__repr__.__self__
 
 
@@ -303,7 +306,11 @@ class _WholeRead(torch.autograd.Function):
 
 @final
 class WholeReads:
-    """Reads of whole parameters, by the ranks of the axis together; ``failed_elsewhere``: another rank's error code."""
+    """Reads of whole parameters, by the ranks of the axis together; ``failed_elsewhere``: another rank's error code.
+
+    A copy's dicts of parameters (``_Read``) join a part when it is read. Autograd would keep the joined tensor, so that
+    saved tensors are packed as the part, and joined again in backward; ``_WholeRead`` hands each rank its gradient.
+    """
 
     def __init__(self, context: Context) -> None:
         self.context, self.failed_elsewhere = context, 0

@@ -77,6 +77,7 @@ class _ReplicaSums(Allocates):
         self._source: Tensor | None = None  # which FSDP2 asks for first
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # every second call is for the sum, and gets the memory of the source
         memory, self._source = self._source, None
         if memory is None or (*memory.shape, memory.dtype) != (*size, dtype):
             memory = self._source = super().allocate(size, dtype=dtype, device=device)

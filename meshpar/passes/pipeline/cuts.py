@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -332,7 +332,11 @@ def check_stages(module: nn.Module, layout: ModelLayout, anatomy: Anatomy, first
 def _crossings(
     twin: nn.Module, places: Mapping[str, int], several: Collection[str], look: _Look
 ) -> tuple[list[dict[Result, None]], dict[int, set[int]], list[str]]:
-    """Return which results cross the cut behind each block, the places of each parameter, and what else crosses."""
+    """Return which results cross the cut behind each block, the places of each parameter, and what cannot cross.
+
+    Autograd's graph is walked from the output back: a node of a result is computed at its module's place, other nodes
+    where what uses them is, and an edge to an earlier place crosses the cuts between.
+    """
     last, ends = len(look.carried) - 1, [leaf for leaf in look.output if leaf.grad_fn is not None]
     if not ends:
         return [], {}, ["its forward returns no tensor that depends on its parameters; use a mesh without pp"]
@@ -374,6 +378,15 @@ def _crossings(
             if block and place not in has[id(variable)]:
                 (kept if block in named else lacking)[block] = None
         stack += [(following, number, place) for following, number in node.next_functions]
+    for number, where in has.items():
+        read[number] = where | read.get(number, where)
+    return carried, read, _uncrossable(twin, carried, lacking, kept, look)
+
+
+def _uncrossable(
+    twin: nn.Module, carried: Sequence[Iterable[Result]], lacking: Collection[str], kept: Iterable[str], look: _Look
+) -> list[str]:
+    """Say what cannot cross: results of no cut (``lacking``), what blocks do not return (``kept``), and writes."""
     problems = [
         f"its output uses results of {name}, which runs several times, beside what each block hands to the next one; "
         "use a mesh without pp"
@@ -400,9 +413,7 @@ def _crossings(
         for name in dict.fromkeys(result.module for results in carried for result in results)
         if name in written
     ]
-    for number, where in has.items():
-        read[number] = where | read.get(number, where)
-    return carried, read, problems
+    return problems
 
 
 def _answers(result: Result, module: nn.Module, args: object, output: Any) -> Any:

@@ -50,12 +50,13 @@ class Attributes:
     """
 
     def __init__(self, portion: Portion) -> None:
-        once = [name for name, rule in portion.rules.items() if rule.only is not None or rule.number is not None]
+        rules = portion.rules.items()
+        in_one_chunk = tuple(f"{name}." for name, rule in rules if (rule.only, rule.number) != (None, None))
         self._modules = [
             child
             for name, child in portion.module.named_modules()
             if len(portion.chunks) > 1
-            if not isinstance(child, StandIn) and not any(f"{name}.".startswith(f"{one}.") for one in once)
+            if not isinstance(child, StandIn) and not f"{name}.".startswith(in_one_chunk)
         ]
         self._begun = dict[int, _State]()
         self._later: _State | None = None  # those of a micro-batch that has begun since
@@ -112,7 +113,6 @@ class Edges:
         self.outside: Callable[[nn.Module], object] = bool
         # digests of what ``loss`` has given the module in this step, for each chunk, on the device
         self.inputs: list[list[Tensor | int]] = [[] for _ in portion.chunks]
-        self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
         self._next = 0  # the number of the block that the forward has to call
         # a forward draws random numbers by the number of its micro-batch and the names of its blocks
         self._state, self.by_sample = LossState(), False
@@ -126,7 +126,7 @@ class Edges:
         """Begin a forward of a micro-batch that has tensors of these shapes, those that are ``agreed`` among them."""
         self.turn = turn = self._turn(chunk, number, form=form, agreed=agreed)
         turn.takes, turn.sends = turn.stage > 0, turn.stage < self.portion.last
-        self._results, self.calls, self._next = {}, 0, 0
+        self.calls, self._next = 0, 0
 
     def forward(self, function: Callable[[nn.Module, Any], Any], batch: object) -> Any:
         """Return what a function of the module and a micro-batch returns; None where it ends with the stage."""
@@ -316,24 +316,24 @@ class Edges:
         received, values = dict[int, Tensor](), output if isinstance(output, tuple | list) else [output]
         for result in rule.results:
             if result in chunk.takes:
-                value = self._results[result] = turn.arrived[1 + chunk.takes.index(result)]
+                value = turn.results[result] = turn.arrived[1 + chunk.takes.index(result)]
                 received[result.place] = value.clone() if getattr(child, "written", False) else value
             elif result in chunk.gives and result.place < len(values) and isinstance(values[result.place], Tensor):
-                self._results[result] = values[result.place]
+                turn.results[result] = values[result.place]
         output = with_result(output, received) if received else output
         if rule.number == chunk.end and turn.stage < self.portion.last:
             self._hand_on(output, chunk.gives)
         return output
 
     def _hand_on(self, output: Any, gives: Sequence[Result]) -> None:
-        if lacking := [result for result in gives if result not in self._results]:
+        if lacking := [result for result in gives if result not in self.turn.results]:
             raise MeshparError(
                 f"{lacking[0].module} has not returned what StagesLayout.carries says, a tensor that later blocks use, "
                 "in this micro-batch; use a mesh without pp for it"
             )
         several = isinstance(output, tuple | list)
         self.portion.carried.width = len(output) - 1 if several else -1
-        self.turn.left = [output[0] if several else output, *(self._results[result] for result in gives)]
+        self.turn.left = [output[0] if several else output, *(self.turn.results[result] for result in gives)]
         self.turn.versions = [value._version for value in self.turn.left]
         self.transfers.send(self.turn, [value.detach() for value in self.turn.left])
 

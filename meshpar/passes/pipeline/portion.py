@@ -90,6 +90,8 @@ class Turn:
     # What the stage before has handed on, and this one to the next; the loss on the last one.
     arrived: list[Tensor] = field(default_factory=list)
     left: list[Tensor] = field(default_factory=list)
+    # what a forward has of the results that cross cuts
+    results: dict[Result, Tensor] = field(default_factory=dict)
     # of what was handed on, when it was
     versions: Sequence[int] = ()
     # something has yet to be received, or sent
