@@ -167,9 +167,9 @@ def compare(found, expected):
     for (name, number), (_, other) in zip(found["printed"], expected["printed"], strict=True):
         assert float(number) == pytest.approx(float(other), abs=1.1 * 10.0 ** -len(number.partition(".")[2])), name
     assert found["weights"].keys() == expected["weights"].keys()
-    for name, other in expected["weights"].items():
-        apart = float((found["weights"][name] - other).abs().max())
-        assert apart <= 1e-4 * max(1.0, float(other.abs().max())), (name, apart)
+    apart = {name: float((found["weights"][name] - other).abs().max()) for name, other in expected["weights"].items()}
+    largest = {name: max(1.0, float(other.abs().max())) for name, other in expected["weights"].items()}
+    assert {name: part for name, part in apart.items() if part > 1e-4 * largest[name]} == {}
 
 
 def write_tokens(folder: Path) -> None:
@@ -312,14 +312,14 @@ NANOCHAT = Port(
     prepare=write_documents,
     script="scripts/base_train.py",
     arguments="--device-type=cpu --depth=2 --aspect-ratio=16 --head-dim=16 --max-seq-len=16 --device-batch-size=BATCH "
-    "--total-batch-size=128 --num-iterations=10 --warmup-steps=2 --eval-every=5 --eval-tokens=128 --core-metric-every=-1 "
+    "--scalar-lr=0.01 --total-batch-size=128 --num-iterations=10 --warmup-steps=2 --eval-every=5 --eval-tokens=128 --core-metric-every=-1 "
     "--sample-every=-1 --save-every=5 --window-pattern=L --model-tag=OUT",
     batch=4,
     on_mesh="--mesh=MESH",
     resume="--resume-from-step=5",
-    meshes=("dp_shard=2", "dp_replicate=2", "dp_replicate=2,dp_shard=2"),
+    meshes=("dp_shard=2", "dp_replicate=2"),
 )
-PORTS = (NANOGPT, OPEN_CLIP)
+PORTS = (NANOGPT, OPEN_CLIP, DINO)
 
 
 @pytest.fixture(scope="module")
