@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -60,6 +61,8 @@ class TreeOfGradients(Moment):
             return
         if not self._due and (self._left or self._has_gradients()):
             raise MeshparError(_TWICE if self._left else _EARLIER)
+        if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in self._hookable()):
+            raise MeshparError(_HOOKED)
         if not self._is_last():
             return
         root, *more_roots = roots
@@ -114,6 +117,9 @@ class TreeOfGradients(Moment):
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for table in self._tables for parameter in table.values() if parameter is not None)
 
+    def _hookable(self) -> Iterator[Any]:
+        return itertools.chain(self._parameters(), self._units.shards())
+
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         if trains and self._left:
             raise MeshparError(_INSIDE)
@@ -164,6 +170,10 @@ _EARLIER = (
     "loss); each step begins after zero_grad()"
 )
 _TWICE = "same_bits takes one backward a micro-batch, and this is the second; add the losses and call backward() once"
+_HOOKED = (
+    "a hook on a parameter gets the gradient of a micro-batch of all ranks, whose samples follow the mesh under "
+    "same_bits; change gradients between the last backward and the step instead"
+)
 _ROOTS = "same_bits takes the backward of one loss, and got several tensors; add them and call backward() on the sum"
 _FUSED = (
     "fused=True computes the last elements of a shard on a CPU by other instructions, so that weights differ by the "

@@ -69,6 +69,18 @@ def several(par, inputs, optimizer):
         torch.autograd.backward([output.sum(), output.square().sum()])
 
 
+def hooked(par, inputs, optimizer):
+    next(par.module.parameters()).register_hook(lambda grad: grad.clamp(max=0.5))
+    accumulated(par, inputs, optimizer)
+
+
+def changed_between(par, inputs, optimizer):
+    for x in par.accumulate(inputs):
+        par.module(x).sum().backward()
+    next(par.module.parameters()).grad.clamp_(max=0.5)
+    optimizer.step()
+
+
 def step_inside(par, inputs, optimizer):
     for x in par.accumulate(inputs):
         par.module(x).sum().backward()
@@ -155,6 +167,9 @@ ROWS = [
     TwoRanks("same_bits takes the backward of one loss, and got several tensors")
     .refuses(lambda: trained(several))
     .helps("add them", lambda: trained(once)),
+    TwoRanks("gets the gradient of a micro-batch of all ranks, whose samples follow the mesh")
+    .refuses(lambda: trained(hooked))
+    .helps("change gradients between the last backward and the step", lambda: trained(changed_between)),
     TwoRanks("adds up the squares of each rank's shards")
     .refuses(lambda: trained(torch_norm))
     .helps("under same_bits call par.clip_grad_norm_", lambda: trained(other_norms)),

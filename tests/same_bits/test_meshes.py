@@ -13,6 +13,7 @@ from meshpar import (
     Float8,
     FullyShard,
     HybridShard,
+    MeshparError,
     ModelLayout,
     PipelineParallel,
     Plan,
@@ -307,6 +308,16 @@ def test_float8_scales_a_micro_batch_alike_on_every_mesh(recipe, one_process):
 
 def test_a_loop_over_accumulate_has_the_bits_of_backward(one_process):
     assert_same_bits("dp_shard=2", [FullyShard()], one_process(), {"by_hand": True})
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("passes", [[], [FullyShard()]])
+@on_ranks(1)
+def test_hooks_on_parameters_are_refused_because_they_see_sums_that_follow_the_mesh(passes, register):
+    par = Plan("dp_shard=1" if passes else "", passes, same_bits=True).apply(transformer())
+    getattr(next(par.module.parameters()), register)(lambda value: None)
+    with pytest.raises(MeshparError, match="a hook on a parameter gets the gradient of a micro-batch"):
+        par.backward([tokens(0), tokens(1)], functools.partial(scaled_loss, token_loss_sum, 1.0))
 
 
 @pytest.mark.parametrize("guards", ["first", "off"])
