@@ -43,6 +43,7 @@ def joint_norms(
             f"the norm of type {norm_type:g} takes powers, whose last bits depend on a value's place in memory; under "
             "same_bits use norm_type=2, 1 or inf"
         )
+    parameters = [parameter for parameter in parameters if parameter.numel()]
     wide = torch.float64 if torch.float64 in {parameter.dtype for parameter in parameters} else torch.float32
     blocks = [_blocks(parameter) for parameter in parameters]
     # Each sum is one rank's alone, and the others add zeros: the order of these additions does not matter.
@@ -64,7 +65,7 @@ def joint_norms(
         total = fold(fold(of_parameter.view(len(of_parameter), -1)))
         for row in {0, rows.get(id(parameter), 0)}:
             members[row].append(total)
-    powers = torch.stack([fold(torch.stack(of_one)) for of_one in members])
+    powers = torch.stack([fold(torch.stack(of_one or [every.new_zeros(())])) for of_one in members])
     return powers ** (1.0 / norm_type)
 
 

@@ -337,3 +337,13 @@ def test_a_micro_batch_without_a_backward_counts_as_zero():
         par.module.zero_grad()
     assert torch.equal(norms[1], norms[0])
     assert torch.equal(norms[2], norms[0])
+
+
+@on_ranks(2)
+def test_the_norm_of_what_is_empty_or_frozen_is_zero():
+    module = nn.Linear(4, 2)
+    module.empty, _ = nn.Parameter(torch.zeros(3, 0)), module.bias.requires_grad_(False)
+    par = Plan("dp_shard=2", [FullyShard()], same_bits=True).apply(module, ModelLayout())
+    par.backward([torch.ones(2, 4)], lambda module, x: module(x).sum())
+    norms = par.clip_grad_norms_(float("inf"), ["bias", "empty"])
+    assert norms["bias"] == norms["empty"] == 0.0 < norms[""]
