@@ -35,6 +35,7 @@ class Port:
         resume: arguments with which it continues.
         resume_on_mesh: the same for the changed program, where they differ.
         resumes_at: the epoch with which it then begins.
+        without_effect: parameters on which the small model's output does not depend: their gradients are rounding alone.
         metrics: pattern of files below OUT with numbers of evaluations.
         meshes: of the page.
     """
@@ -52,6 +53,7 @@ class Port:
     resume: str
     resume_on_mesh: str = ""
     resumes_at: int = 0
+    without_effect: tuple[str, ...] = ()
     metrics: str = ""
     meshes: tuple[str, ...]
 
