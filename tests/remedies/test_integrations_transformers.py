@@ -88,7 +88,7 @@ ROWS = (
     Tested("drop it, and generate by transformers")
     .by("tests/integrations/test_trl.py::check_policies")
     .helps("drop it", 'make("dp_shard=2")'),
-    Tested("has ranks with the same prompts, whose completions {} would count")
+    Tested("has ranks with the same {} {} would count twice")
     .by("tests/integrations/test_trl.py::check_policies")
     .helps("use a mesh of dp_replicate and dp_shard", 'make("dp_replicate=2")'),
     Tested("the last batch of an epoch repeats samples, and the collator joined {} samples of all")
@@ -98,4 +98,20 @@ ROWS = (
     .by("tests/integrations/test_transformers.py::check_refusals")
     .helps("use a mesh without {}", "trainer(model=get_peft_model(")
     .helps("add adapters by", "meshpar.training.add_adapters in a loop"),
+    Tested("loss is {}, which has not been compared with one process; expected {}: pass one of them")
+    .by("tests/integrations/test_sentences.py::check_refusals")
+    .helps("pass one of them", "loss=CosineSimilarityLoss")
+    .helps("train in a loop of your own with par.gather", "with par.gather"),
+    Tested("has gather_across_devices=False, with which a text is compared with those of its")
+    .by("tests/integrations/test_sentences.py::check_refusals")
+    .helps("pass gather_across_devices=True", "gather_across_devices=True))"),
+    Tested("data ranks would draw a step's batches from several of the datasets")
+    .by("tests/integrations/test_sentences.py::check_refusals")
+    .helps("join them by datasets.concatenate_datasets", "rows=concatenate_datasets("),
+    Tested("drop it, because others choose among the samples of one rank")
+    .by("tests/integrations/test_sentences.py::check_refusals")
+    .helps("drop it", "train(rows="),
+    Tested("has weights of one process; expected a checkpoint of a trainer on a mesh")
+    .by("tests/integrations/test_sentences.py::check_weights_of_one_process")
+    .helps("load them by SentenceTransformer(folder)", "model = SentenceTransformer(str("),
 )
