@@ -252,6 +252,9 @@ class TrainerOnMesh(Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
+        # loaders take their order from the process's seed, which is another on each data rank from here on
+        loaders = self.accelerator.dataloader_config
+        loaders.data_seed = torch.initial_seed() if loaders.data_seed is None else loaders.data_seed
         self._par.manual_seed(self.args.seed)
         return prepared
 

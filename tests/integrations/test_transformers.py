@@ -114,6 +114,13 @@ def early(make, folder, mesh):
     return trainer, [trainer.state.best_global_step, loss, len(kept)]
 
 
+def again(make, folder, mesh):
+    """Trained once more, when ranks draw numbers of their own."""
+    trainer, _ = plain(make, folder, mesh)
+    trainer.train()
+    return trainer, []
+
+
 def fresh():
     return llama()
 
@@ -152,7 +159,7 @@ def test_evaluations_and_predictions_are_those_of_one_process(mesh, tmp_path):
 
 @pytest.mark.parametrize("mesh", daily(MESHES, "dp_shard=2"))
 @pytest.mark.parametrize(
-    "case", daily([uneven, classified, stopped, early, from_init], uneven, ids=lambda case: case.__name__)
+    "case", daily([uneven, classified, stopped, early, again, from_init], uneven, ids=lambda case: case.__name__)
 )
 def test_a_way_to_train_equals_one_process(case, mesh, tmp_path):
     compare(case, mesh, tmp_path, skip=["total_flos"] if case in (uneven, classified) else ())
