@@ -35,9 +35,10 @@ class Port:
         resume: arguments with which it continues.
         resume_on_mesh: the same for the changed program, where they differ.
         resumes_at: the epoch with which it then begins.
-        without_effect: parameters on which the small model's output does not depend: their gradients are rounding alone.
+        without_effect: parameters on which the small model's output does not depend; their gradients are rounding.
         metrics: pattern of files below OUT with numbers of evaluations.
-        meshes: of the page.
+        meshes: of the page; a run on one resumes on the next.
+        last_mesh: on which a run on the last one resumes.
     """
 
     heading: str
@@ -56,6 +57,7 @@ class Port:
     without_effect: tuple[str, ...] = ()
     metrics: str = ""
     meshes: tuple[str, ...]
+    last_mesh: str = ""
 
     def diff(self) -> str:
         """Return the diff of the page."""
