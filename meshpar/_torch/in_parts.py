@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshpar.core.errors import MeshparError
 
@@ -60,9 +62,8 @@ class TensorInParts(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        wholes: list[TensorInParts] = []
-        _find(args, wholes)
-        _find(kwargs, wholes)
+        values, form = tree_flatten((args, kwargs))
+        wholes = [value for value in values if isinstance(value, TensorInParts)]
         name = getattr(func, "__name__", str(func))
         _check(func, name, args, kwargs, wholes)
         if func is _ITERATE:
@@ -75,8 +76,10 @@ class TensorInParts(Tensor):
         results = []
         for number in range(count):
             with nullcontext() if around is None else around(number):
-                results.append(func(*_take(args, number), **_take(kwargs, number)))
-        return _join(name, results)
+                of_part = [value.parts[number] if isinstance(value, TensorInParts) else value for value in values]
+                args, kwargs = tree_unflatten(of_part, form)
+                results.append(func(*args, **kwargs))
+        return tree_map(partial(_join, name), *results)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -103,34 +106,11 @@ def _check(func: Any, name: str, args: Any, kwargs: dict[str, Any], wholes: Sequ
         )
 
 
-def _find(values: Any, wholes: list[TensorInParts]) -> None:
-    for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, TensorInParts):
-            wholes.append(value)
-        elif isinstance(value, tuple | list | dict):
-            _find(value, wholes)
-
-
-def _take(value: Any, number: int) -> Any:
-    """Return arguments with one part in the place of each tensor in parts."""
-    if isinstance(value, TensorInParts):
-        return value.parts[number]
-    if isinstance(value, dict):
-        return {key: _take(inner, number) for key, inner in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_take(inner, number) for inner in value)
-    return value
-
-
-def _join(name: str, values: list[Any]) -> Any:
+def _join(name: str, first: Any, *others: Any) -> Any:
     """Return what several parts gave as one value."""
-    first = values[0]
     if isinstance(first, Tensor):
-        return TensorInParts(values)
-    if isinstance(first, tuple | list) and not isinstance(first, torch.Size):
-        inner = [_join(name, list(items)) for items in zip(*values, strict=True)]
-        return type(first)(*inner) if hasattr(first, "_make") else type(first)(inner)
-    if any(value != first for value in values[1:]):
+        return TensorInParts([first, *others])
+    if any(value != first for value in others):
         raise MeshparError(
             f"{name} gives Python another value in each of the equal parts of tp; use torch.where, or "
             "drop parts= from TensorParallel"

@@ -30,10 +30,7 @@ Found = Tensor | tuple[Tensor, Mapping[str, Tensor]]
 
 @final
 class Totals:
-    """The sums over the micro-batches of a step: of their losses, and by name of the values reported with them.
-
-    ``sums`` adds up rows, one a micro-batch, along dim 0; None: in the order in which they come.
-    """
+    """The sums over the micro-batches of a step of losses and values by name; ``sums``: of a row a micro-batch."""
 
     def __init__(self, device: torch.device, sums: Callable[[Tensor], Tensor] | None = None) -> None:
         self.loss, self.values = torch.zeros((), device=device), dict[str, Tensor]()

@@ -25,7 +25,7 @@ from meshpar.state.averaging import Averaged, Decay, averages_of
 from meshpar.state.full import gather_state, scatter_state
 from meshpar.state.offloading import on_the_host
 from meshpar.tensors.digests import digest_of_elements
-from meshpar.tensors.placements import joined_over_axes, like, sharded_axes, whole
+from meshpar.tensors.placements import like, sharded_axes, whole
 from meshpar.weights import WeightSource
 
 
@@ -215,13 +215,12 @@ class ModuleWeights(ModuleOnMesh):
         groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
         layers = self.run.find(Layers)
         elsewhere = set[int]() if layers is None else layers.counted_elsewhere()
-        zero = torch.zeros((), dtype=torch.int64, device=self.device)
-        sums: dict[frozenset[str], Tensor] = {}
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
         for name, parameter in self.module.named_parameters():
-            if id(parameter) not in elsewhere:
-                axes = frozenset(sharded_axes(parameter)).intersection(groups)
-                sums[axes] = sums.get(axes, zero) + digest_of_elements(parameter, name).to(self.device)
-        total = joined_over_axes(sums, groups, 1.0, zero).clone()
-        if layers is not None:
-            dist.all_reduce(total, group=layers.group)
+            apart = (*self.resolved.divided(Role.LAYERS), *sharded_axes(parameter))
+            first = not any(group.rank() for axis, group in groups.items() if axis not in apart)
+            if first and id(parameter) not in elsewhere:
+                total += digest_of_elements(parameter, name).to(self.device)
+        for group in groups.values():
+            dist.all_reduce(total, group=group)
         return int(total) % 2**52

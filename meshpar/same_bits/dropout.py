@@ -20,11 +20,7 @@ from meshpar.step.moment import Moment
 
 @final
 class DrawsBySample(Moment):
-    """Seed each forward in training by its number among those of all data ranks, and each block by its name.
-
-    All ranks have one random state outside of forwards. A forward takes a seed a data rank from it, as one process
-    does in as many forwards, and is seeded by that of its rank.
-    """
+    """Seed each forward in training by its number among those of all data ranks, and each block by its name."""
 
     def __init__(self, module: nn.Module, blocks: Sequence[str], device: torch.device, rank: int, ranks: int) -> None:
         self._module, self._device, self._rank, self._ranks = module, device, rank, ranks
@@ -43,6 +39,7 @@ class DrawsBySample(Moment):
                 child.register_forward_hook(self._leave, always_call=True)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        # all ranks have one random state here, and draw a seed a data rank, as one process does in as many calls
         if self._module.training and self._shared is None:
             seed = random.draw_seeds(self._device, self._ranks)[self._rank]
             self._shared = random.states(self._device)

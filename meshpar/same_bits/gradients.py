@@ -23,11 +23,7 @@ Gradients = dict[nn.Parameter, Tensor]
 
 @final
 class TreeOfGradients(Moment):
-    """The gradients of the micro-batches of a step, of each of which one backward leaves the sum over ranks.
-
-    ``chunk`` and ``is_last`` tell through which part of the layers the next backward goes, and whether it begins at a
-    loss. A part whose parameters are all frozen has no backward.
-    """
+    """The gradients of the micro-batches of a step, of each of which one backward leaves the sum over ranks."""
 
     def __init__(
         self, module: nn.Module, units: Units, fact: SameBits, chunk: Callable[[], int], is_last: Callable[[], bool]
@@ -61,7 +57,8 @@ class TreeOfGradients(Moment):
             return
         if not self._due and (self._left or self._has_gradients()):
             raise MeshparError(_TWICE if self._left else _EARLIER)
-        if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in self._hookable()):
+        parameters: Any = itertools.chain(self._parameters(), self._units.shards())
+        if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
             raise MeshparError(_HOOKED)
         if not self._is_last():
             return
@@ -117,9 +114,6 @@ class TreeOfGradients(Moment):
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for table in self._tables for parameter in table.values() if parameter is not None)
 
-    def _hookable(self) -> Iterator[Any]:
-        return itertools.chain(self._parameters(), self._units.shards())
-
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         if trains and self._left:
             raise MeshparError(_INSIDE)
@@ -145,10 +139,7 @@ def join_input_gradients(blocks: Iterable[nn.Module]) -> None:
 
 
 def _view_inputs(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - of hooks
-    def view(x: Tensor) -> Tensor:
-        return x.view_as(x) if x.requires_grad else x
-
-    return tree_map_only(Tensor, view, (args, kwargs))
+    return tree_map_only(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, (args, kwargs))
 
 
 @torch.no_grad()

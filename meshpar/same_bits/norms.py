@@ -33,11 +33,7 @@ def joint_norms(
     rows: Mapping[int, int],
     count: int,
 ) -> Tensor:
-    """Return ``count`` norms, the joint one first; ``rows``: by ``id``, which one a parameter has, too. Collective.
-
-    ``parameters`` are all of the model in one order: those of other ranks, which differ over the axes ``apart`` of
-    ``groups``, on the meta device.
-    """
+    """Return ``count`` norms of all parameters, as ``clip_grad_norms_`` does; on meta: other ranks' over ``apart``."""
     if norm_type not in (1.0, 2.0):
         raise MeshparError(
             f"the norm of type {norm_type:g} takes powers, whose last bits depend on a value's place in memory; under "

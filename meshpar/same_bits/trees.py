@@ -3,7 +3,6 @@
 Micro-batch j of data rank r of d has the number ``j * d + r``, as ``meshpar.training.Batches`` deals them. The tree
 adds neighbours: ((0 1) (2 3)) ((4 5) (6 7)). Where d is a power of two, the sum of one j over ranks, the innermost axis
 first, is a subtree, and the sums of all j are added up by the same rule: a rank keeps log2 + 1 partial sums of shards.
-A tree of i with i + n/2 would exchange once a step, and keep as many sums of whole gradients.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -22,26 +23,24 @@ from meshpar.tensors.placements import held_by_this_rank, local_tensor, whole_te
 
 
 def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None], *, by_tree: bool) -> None:
-    """Average a sharded parameter's gradients of ``full_tensor()`` in a loss over the axes that are not ``kept``.
-
-    ``by_tree``: sum them in the order of the tree of ``same_bits``.
-    """
+    """Average gradients of a shard's ``full_tensor()`` in a loss over axes not ``kept``; ``by_tree``: sum them."""
     mesh: DeviceMesh = parameter.device_mesh
     data = [dim for dim, name in enumerate(mesh.mesh_dim_names or ()) if name not in kept and mesh.size(dim) > 1]
     if not data:
         return
+    average = partial(average_, by_tree=by_tree)
     groups = [mesh.get_group(dim) for dim in data]
 
     def full_tensor(*, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             return DTensor.full_tensor(parameter, grad_placements=grad_placements)
-        return cast("Tensor", _Outside.apply(parameter, True, groups, reached, by_tree))
+        return cast("Tensor", _Outside.apply(parameter, True, partial(average, groups=groups), reached))
 
     def to_local(*, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         copies = [group for dim, group in zip(data, groups) if parameter.placements[dim].is_replicate()]
         if not copies or not (torch.is_grad_enabled() and parameter.requires_grad):
             return DTensor.to_local(parameter, grad_placements=grad_placements)
-        return cast("Tensor", _Outside.apply(parameter, False, copies, reached, by_tree))
+        return cast("Tensor", _Outside.apply(parameter, False, partial(average, groups=copies), reached))
 
     parameter.full_tensor, parameter.to_local = full_tensor, to_local
 
@@ -51,25 +50,19 @@ class _Outside(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        parameter: DTensor,
-        whole: bool,
-        groups: Sequence[dist.ProcessGroup],
-        reached: Callable[[], None],
-        by_tree: bool,
+        ctx: Any, parameter: DTensor, whole: bool, average: Callable[[Tensor], None], reached: Callable[[], None]
     ) -> Tensor:
-        ctx.like, ctx.whole, ctx.groups, ctx.reached = parameter.detach(), whole, groups, reached
-        ctx.by_tree = by_tree
+        ctx.like, ctx.whole, ctx.average, ctx.reached = parameter.detach(), whole, average, reached
         return whole_tensor(parameter) if whole else local_tensor(parameter).view_as(held_part(parameter))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.reached()
         total = grads[0].contiguous().clone()
-        average_(total, ctx.groups, by_tree=ctx.by_tree)
+        ctx.average(total)
         grad = torch.empty_like(ctx.like)  # on the host where the parameter is
         local_tensor(grad).copy_(total[held_by_this_rank(ctx.like)] if ctx.whole else total)
-        return grad, None, None, None, None
+        return grad, None, None, None
 
 
 @final

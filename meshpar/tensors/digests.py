@@ -52,10 +52,7 @@ def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def digest_of_elements(tensor: Tensor, name: str) -> Tensor:
-    """Return the sum of hashes of the elements of this rank's part, each of its bits and its place in the whole.
-
-    The sums of parts add up, in wrapping 64-bit arithmetic, to that of the whole, however it is cut.
-    """
+    """Return the sum of hashes of this rank's elements, their bits and places; parts add up to the whole."""
     part, box = local_tensor(tensor).resolve_conj().resolve_neg(), held_by_this_rank(tensor)
     shape: tuple[int, ...] = tensor.shape
     if part.is_complex():

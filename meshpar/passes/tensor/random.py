@@ -97,9 +97,7 @@ class SplitState:
 
     @eager
     def part(self, device: torch.device, *coordinates: int) -> None:
-        """Draw for a part from here on: give ``device``'s default generator a state of the part's own; each part of a
-        tensor in parts has one.
-        """
+        """Draw for parts from here on: ``device``'s default generator gets a state of each part's own."""
         if self._shared is None:
             self._device, generator = device, _generator(device)
             (drawn,) = draw_seeds(device, 1)
@@ -148,10 +146,7 @@ class LossState:
 
     @eager
     def call(self, device: torch.device, stage: int | None, *, draws: bool, run: Callable[[], R]) -> R:
-        """Run the forward of ``stage``, which draws its own random numbers; all stages' state goes on by one draw.
-
-        None: the forward leaves the state as every stage's does.
-        """
+        """Run the forward of ``stage``, whose draws are its own (None: by sample); all states go on by one draw."""
         before, split = states(device), SplitState()
         try:
             if draws and stage is not None:
