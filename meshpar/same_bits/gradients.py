@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshpar._torch.tensors import foreach_add_, tree_map_only
+from meshpar._torch.tensors import foreach_add_, gradient_hooks, tree_map_only
 from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
@@ -57,8 +57,7 @@ class TreeOfGradients(Moment):
             return
         if not self._due and (self._left or self._has_gradients()):
             raise MeshparError(_TWICE if self._left else _EARLIER)
-        parameters: Any = itertools.chain(self._parameters(), self._units.shards())
-        if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
+        if any(map(gradient_hooks, itertools.chain(self._parameters(), self._units.shards()))):
             raise MeshparError(_HOOKED)
         if not self._is_last():
             return
