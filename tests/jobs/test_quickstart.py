@@ -55,7 +55,7 @@ def test_an_unknown_mesh_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_without_transformers_it_says_so_before_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     done = CliRunner().invoke(app, ["quickstart", "--out", str(tmp_path)])
     assert done.exit_code == 1
     assert "pip install 'meshpar[transformers]'" in done.stderr
