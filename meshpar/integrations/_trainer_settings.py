@@ -1,5 +1,8 @@
 """What TrainingArguments and a plan say that a trainer on a mesh would do in other ways than one process."""
 
+# Where transformers is not installed, pyright reads this file in its place.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from typing import NamedTuple
