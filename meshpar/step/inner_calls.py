@@ -6,7 +6,8 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -268,6 +269,26 @@ def own_state(module: nn.Module) -> dict[str, Any]:
         if changes.aside[0] is not None:
             state["forward"] = changes.aside[0]
     return state
+
+
+CONTAINERS = (list, dict, set, deque)
+
+
+def items_in(value: Any) -> list[Any]:
+    """Return what a container holds, the values of a dictionary after its keys; nothing of anything else."""
+    return [*value, *value.values()] if isinstance(value, dict) else [*value] if type(value) in CONTAINERS else []
+
+
+def refill(value: Any, items: Sequence[Any]) -> None:
+    """Let a container hold what :func:`items_in` returned of it."""
+    if [*map(id, items_in(value))] == [*map(id, items)]:
+        return
+    value.clear()
+    if isinstance(value, dict):
+        for key, item in zip(items, items[len(items) // 2 :]):
+            value[key] = item
+    else:
+        (value.update if isinstance(value, set) else value.extend)(items)
 
 
 def _put(module: Any, forward: Callable[..., Any] | None) -> None:

@@ -10,7 +10,7 @@ import pickle
 import random
 import sys
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from meshpar.core.patterns import own_class
 from meshpar.passes.experts.routing import Chosen
 from meshpar.passes.tensor.collectives import gather_values, join_chunks, take_chunk
 from meshpar.passes.tensor.context import Context
-from meshpar.step.inner_calls import Changes, own_state
+from meshpar.step.inner_calls import CONTAINERS, Changes, items_in, own_state, refill
 
 _LIBRARIES = ("torch", "meshpar", "transformers", "tokenizers", "huggingface_hub", "logging")
 """Packages whose objects, other than modules and tensors, copies share."""
@@ -35,7 +35,6 @@ _PLAIN = (int, float, str, bytes, bool, complex, type(None), list, dict, tuple, 
 _SHARED = (type, ModuleType, CodeType, inspect.Signature, dist.ProcessGroup, Tensor, torch.Generator)
 _WEAK = (weakref.ref, weakref.ProxyType)
 _CACHE = type(functools.lru_cache(len))
-_CONTAINERS = (list, dict, set, deque)
 _HOOKS = {name for name in vars(nn.Module()) if name.endswith("_hooks")}
 
 
@@ -87,10 +86,10 @@ def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
     classes = {kind for module in modules for kind in type(module).__mro__}
     classes = {kind for kind in classes if _package(kind) not in sys.stdlib_module_names.union(_LIBRARIES)}
     variables = [
-        (space, name, value, _items(value))
+        (space, name, value, items_in(value))
         for space in (*classes, *filter(None, {sys.modules.get(kind.__module__) for kind in classes}))
         for name, value in [*vars(space).items()]
-        if type(value) in (int, float, *_CONTAINERS)
+        if type(value) in (int, float, *CONTAINERS)
     ]
     devices = [
         device
@@ -110,21 +109,10 @@ def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
                 _put_back(*variable)
 
 
-def _items(value: Any) -> list[Any]:
-    """Return what a container holds, the values of a dictionary after its keys; nothing of a number."""
-    return [*value, *value.values()] if isinstance(value, dict) else [*value] if type(value) in _CONTAINERS else []
-
-
 def _put_back(space: Any, name: str, value: Any, items: list[Any]) -> None:
     if vars(space).get(name) is not value:
         setattr(space, name, value)
-    if [*map(id, _items(value))] == [*map(id, items)]:
-        return
-    value.clear()
-    if isinstance(value, dict):
-        value.update(zip(items, items[len(items) // 2 :]))
-    else:
-        (value.update if isinstance(value, set) else value.extend)(items)
+    refill(value, items)
 
 
 def widen(tensor: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,7 +19,7 @@ from meshpar.passes.pipeline.portion import Portion, Rule, Turn
 from meshpar.passes.pipeline.stand_ins import StandIn, tell_hooks_of, with_result
 from meshpar.passes.pipeline.transfers import FailedBeforeError, Transfers
 from meshpar.passes.tensor.random import LossState
-from meshpar.step.inner_calls import set_forward
+from meshpar.step.inner_calls import items_in, refill, set_forward
 from meshpar.tensors.digests import FACTOR, digest
 
 _WRITES = (
@@ -32,11 +30,10 @@ _WRITTEN = ("a leaf Variable that requires grad", "the written-to tensor")
 """Words of torch's errors for writes into a received value, and into the zeros of a stand-in."""
 
 
-_TORCHS = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
-_FILLED = (list, dict, set, deque)
-_State: TypeAlias = list[dict[str, tuple[Any, Any]]]
-"""Of each module its attributes, and what is in those that can be filled."""
+_EVERY_MODULES = frozenset({*vars(nn.Module()), *vars(nn.Module)})
+"""Attributes and methods that every module has; in the place of a method stands what intercepts its calls."""
+_State: TypeAlias = list[dict[str, tuple[Any, list[Any]]]]
+"""Of each module its attributes, and what is in those that are containers."""
 
 
 class StageEndsError(BaseException):
@@ -45,8 +42,8 @@ class StageEndsError(BaseException):
 
 @final
 class Attributes:
-    """What the user's code keeps on modules that run in each chunk of a rank: each forward of a micro-batch begins with
-    what the first one began with, so that a model that counts its calls counts micro-batches.
+    """Attributes that the user's code keeps on modules which run in each chunk: a forward of a micro-batch begins with
+    those with which the first one began, so that a model that counts its calls counts micro-batches.
     """
 
     def __init__(self, portion: Portion) -> None:
@@ -79,24 +76,18 @@ class Attributes:
 
     def _now(self) -> _State:
         return [
-            {
-                name: (value, copy.copy(value) if isinstance(value, _FILLED) else None)
-                for name, value in vars(module).items()
-                if name not in _TORCHS
-            }
+            {name: (value, items_in(value)) for name, value in vars(module).items() if name not in _EVERY_MODULES}
             for module in self._modules
         ]
 
     def _set(self, states: _State) -> None:
         for module, state in zip(self._modules, states, strict=True):
             attributes = vars(module)
-            for name in attributes.keys() - _TORCHS - state.keys():
+            for name in attributes.keys() - _EVERY_MODULES - state.keys():
                 del attributes[name]
-            for name, (value, content) in state.items():
+            for name, (value, items) in state.items():
                 attributes[name] = value
-                if content is not None:
-                    value.clear()
-                    (value.update if isinstance(value, dict | set) else value.extend)(content)
+                refill(value, items)
 
 
 @final

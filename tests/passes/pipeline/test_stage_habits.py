@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import zlib
+from collections import Counter
 from functools import partial
 from unittest import mock
 
@@ -139,7 +140,7 @@ class Counts(Model):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.lengths, self.first = 0, [], True
+        self.calls, self.lengths, self.first, self.samples = 0, [], True, Counter()
         self.embed.register_forward_pre_hook(self.note)
 
     def note(self, *_):
@@ -149,7 +150,8 @@ class Counts(Model):
         scale = 1.0 if self.first else 0.5
         self.calls, self.kept = self.calls + 1, ids.sum()
         self.lengths.append(len(ids))
-        x = self.embed(ids) * scale / self.calls
+        self.samples[len(ids)] += 1
+        x = self.embed(ids) * scale / self.samples[len(ids)]
         for block in self.blocks:
             x = block(x / len(self.lengths))
         return self.head(self.norm(x))
@@ -169,7 +171,16 @@ def test_what_a_forward_counts_is_counted_once_a_micro_batch(options):
         module, batches = getattr(net, "module", net), micro_batches(9)
         with torch.no_grad():
             losses = [plain_loss(net, one) for one in batches] if net is module else net.forward(batches, plain_loss)
-        counts.append((module.calls, len(module.lengths), module.first, int(module.kept), sum(map(float, losses))))
+        counts.append(
+            (
+                module.calls,
+                len(module.lengths),
+                module.samples[2],
+                module.first,
+                int(module.kept),
+                sum(map(float, losses)),
+            )
+        )
 
     expected = in_one_process(plain_loss, look, counting)
     assert_equal(expected, on_stages(plain_loss, look, make=counting, **options))
