@@ -71,7 +71,7 @@ class _MicroBatches(list[Any]):
 
 
 class TrainerOnMesh(Trainer):
-    """What trainers of :func:`on_mesh` do in other ways than Trainer."""
+    """The methods of trainers of :func:`on_mesh` that differ from Trainer's."""
 
     accelerator: _AcceleratorOnMesh
     args: Any
@@ -167,15 +167,15 @@ class TrainerOnMesh(Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the plan places this rank's part."""
 
-    def call_model_init(self, trial: Any = None) -> Any:
-        model = super().call_model_init(trial)
-        return model if self._par is None else self._divide(model)
-
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise MeshparError(
             "hyperparameter_search draws the settings on one rank; expected the same on every rank: start one job for "
             "each setting"
         )
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        return model if self._par is None else self._divide(model)
 
     # Batches
 
@@ -225,7 +225,7 @@ class TrainerOnMesh(Trainer):
 
     @property
     def _weighs_tokens(self) -> bool:
-        """Whether the loss is a sum divided by the number of items of all ranks."""
+        """True where the loss is a sum divided by the number of items of all ranks."""
         if self.loss_is_scaled_for_ga is not None:
             return bool(self.loss_is_scaled_for_ga)
         return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)

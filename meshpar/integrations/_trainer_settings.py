@@ -1,4 +1,4 @@
-"""What TrainingArguments and a plan say that a trainer on a mesh would do in other ways than one process."""
+"""Settings of TrainingArguments and of a plan with which a trainer on a mesh would not train as one process."""
 
 # Where transformers is not installed, pyright reads this file in its place.
 # pyright: reportAttributeAccessIssue=false
@@ -52,7 +52,7 @@ _SETTINGS = {
     "use_vllm": _Setting((False, None), "drop it, and generate by transformers"),
     "sync_ref_model": _Setting((False, None), "drop it, because the reference model is frozen on the mesh"),
 }
-"""What some values of TrainingArguments would do in other ways than one process."""
+"""Of TrainingArguments, those of which some values would train in other ways than one process."""
 
 
 def check_plan(plan: object) -> None:

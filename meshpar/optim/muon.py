@@ -78,7 +78,7 @@ class _Orthogonal(MatrixRule):
 
 
 class _Work(NamedTuple):
-    """Who computes which matrices of a step, and the parts that each has of its parameter's state by the rule."""
+    """The matrices of a step that each rank computes, and its parts of their parameters' state by the rule."""
 
     # the last has the dtype and device of the exchange
     rounds: list[tuple[Owners, Round, Tensor]]

@@ -1,4 +1,4 @@
-"""What a rank has of a model that is divided into stages, as data; tensors and parameters that other ranks have."""
+"""A rank's part of a model that is divided into stages, as data; tensors and parameters that other ranks have."""
 
 from __future__ import annotations
 
