@@ -6,6 +6,7 @@
 - ``flattened``: FSDP2 takes one axis to shard over; flattening several is private.
 - ``open_groups``, ``collective_counts``, ``last_collectives``, ``default_store``: process groups, their numbers of
   collectives, the flight recorder (gloo's in memory since torch 2.13); private without a public form.
+- ``share_gloo_device``: gloo's devices, of which every group takes a new one, are options without a public name.
 - ``gloo_threads``: a trace names the thread that ran a collective, and gloo does not say whose it is.
 - ``share_timeout``, ``shared_timeout``, ``bound``: a mesh's groups do not take the time-out of the group that they are
   made in; ``set_timeout`` is public since torch 2.14.
@@ -61,6 +62,20 @@ def collective_counts() -> dict[str, int]:
             if number := EXCHANGES.get(group, 0):
                 counts[f"messages of {title}"] = counts.get(f"messages of {title}", 0) + number
     return counts
+
+
+def share_gloo_device() -> None:
+    """Let the gloo groups that this process opens from now on share one device; each has a thread for its own, which
+    wakes a hundred times a second, whether anything is sent or not."""
+    kind: Any = dist.ProcessGroupGloo
+    make, device = kind.__init__, kind.create_default_device()
+
+    def make_on_device(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = kind._Options()
+        options._devices, options._timeout = [device], timeout
+        make(self, store, rank, size, options)
+
+    kind.__init__ = make_on_device
 
 
 def gloo_threads() -> dict[int, str]:
