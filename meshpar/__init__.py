@@ -44,9 +44,9 @@ if TYPE_CHECKING:
         Role,
         Stage,
         TensorParallel,
+        passes_for,
     )
     from meshpar.passes.positions.attention import attention, attention_mask
-    from meshpar.passes.usual import passes_for
     from meshpar.plan import Plan
     from meshpar.step.moment import Guard, Guarded, Moment
     from meshpar.weights import WeightMap, WeightSource
@@ -66,7 +66,7 @@ __all__ = [
 
 _PASSES = [
     *("ActivationCheckpoint", "Compile", "ContextParallel", "ExpertParallel", "Float8", "FullyShard", "HybridShard"),
-    *("Pass", "PipelineParallel", "Replicate", "Role", "Stage", "TensorParallel"),
+    *("Pass", "PipelineParallel", "Replicate", "Role", "Stage", "TensorParallel", "passes_for"),
 ]
 _HOMES = {
     "core.errors": [name for name in __all__ if name.endswith("Error")],
@@ -75,7 +75,7 @@ _HOMES = {
     "core.runtime": ("distributed", "init", "is_main", "print0"), "forecasting.api": ("forecast",),
     "losses.chunked": ("chunked_token_loss",), "losses.token_loss": ("token_loss",), "parallelized": ("Parallelized",),
     "passes": _PASSES, "plan": ("Plan",), "step.moment": ("Guard", "Guarded", "Moment"),
-    "passes.positions.attention": ("attention", "attention_mask"), "passes.usual": ("passes_for",),
+    "passes.positions.attention": ("attention", "attention_mask"),
     "weights": ("WeightMap", "WeightSource"),
 }  # fmt: skip
 

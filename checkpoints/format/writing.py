@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from meshpar import __version__
-from meshpar._torch.files import stored_at
+from meshpar._torch.tensors import stored_at
 from meshpar.checkpoints.format.archive import write_tensor
 from meshpar.checkpoints.format.dcp import METADATA_NAME, tensors_in
 from meshpar.checkpoints.format.manifest import MODEL, Encoded, Manifest, SavedPart

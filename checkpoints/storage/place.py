@@ -20,7 +20,7 @@ from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import Readable, read_blocks
 from meshpar.checkpoints.storage.objects import SCHEMES, ObjectPath
 from meshpar.core.errors import CheckpointError
-from meshpar.process.build_once import build_once
+from meshpar.process.leftovers import build_once
 from meshpar.process.secrets import REMEDY, redact
 
 T = TypeVar("T")

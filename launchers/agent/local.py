@@ -29,7 +29,7 @@ from meshpar.core.errors import LaunchError, MeshparError, RepeatedFailureError
 from meshpar.launchers.agent import failures, terms
 from meshpar.launchers.agent.check_in import announce_joining, check_in_nodes, children, reach_head
 from meshpar.launchers.agent.terms import MEETING_S, RankTask, at_work, log_file, start_id
-from meshpar.process.signals import STOPPING, heard, put_back
+from meshpar.process.waiting import STOPPING, heard, put_back
 
 if TYPE_CHECKING:
     from meshpar.launchers.recipes.recipe import Recipe  # loads all that a job may use, which a script does without

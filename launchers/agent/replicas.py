@@ -25,7 +25,7 @@ from meshpar.launchers.agent.check_in import children
 from meshpar.launchers.agent.meeting import NodeMeeting, Start, free_port, publish
 from meshpar.launchers.agent.terms import COMPLETE, NO_USE, RETRY, SHUTDOWN_S, STOPPED
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.process.signals import STOPPING, heard, put_back
+from meshpar.process.waiting import STOPPING, heard, put_back
 from meshpar.training import Lighthouse
 from meshpar.training.lighthouse import lighthouse_address
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from meshpar.core.errors import LaunchError
-from meshpar.process.signals import STOPPING
+from meshpar.process.waiting import STOPPING
 
 _PORTS, _FIRST_PORT = 10_000, 20_000
 

@@ -35,7 +35,7 @@ from meshpar.launchers.recipes.sections import Own
 from meshpar.launchers.recipes.yamlfile import Document, apply_overrides, dotted
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import PRESETS, TransformerConfig
-from meshpar.passes.usual import passes_for
+from meshpar.passes import passes_for
 from meshpar.plan import Plan
 from meshpar.training.adamw_and_schedules import AdamWSettings, Schedule
 from meshpar.training.lora import LoRA

@@ -26,7 +26,7 @@ from meshpar.launchers.jobs.worker import end_with_parent
 from meshpar.launchers.recipes.loading import load_recipe, resolve
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import apply_overrides, parse_document
-from meshpar.process.signals import exit_code_of
+from meshpar.process.waiting import exit_code_of
 from meshpar.training.lighthouse import lighthouse_address, this_replica
 
 _TRIAL = """

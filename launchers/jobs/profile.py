@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshpar._torch.files import memory_history
 from meshpar._torch.groups import gloo_threads, group_title
+from meshpar._torch.tensors import memory_history
 from meshpar.core import runtime
 from meshpar.core.errors import brief
 from meshpar.forecasting.recorder import Recorder

@@ -25,7 +25,7 @@ from meshpar.launchers.agent.stacks import answer_requests
 from meshpar.launchers.agent.terms import STOPPED, RankTask, at_work, log_file, read_task
 from meshpar.process.imports import quick_imports
 from meshpar.process.secrets import redact
-from meshpar.process.signals import Lenient, exit_code_of, heard
+from meshpar.process.waiting import Lenient, exit_code_of, heard
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
 

@@ -23,8 +23,7 @@ from meshpar.launchers.recipes import sections
 from meshpar.launchers.recipes.schema import Section, build, section_of, section_of_call, validate
 from meshpar.launchers.recipes.sections import Own
 from meshpar.launchers.recipes.yamlfile import Document, FieldPath, place_of, to_yaml
-from meshpar.passes import Pass
-from meshpar.passes.usual import passes_for
+from meshpar.passes import Pass, passes_for
 from meshpar.process.imports import expanded
 from meshpar.process.secrets import redacted
 from meshpar.training.lora import LoRA

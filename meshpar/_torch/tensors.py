@@ -5,12 +5,16 @@
 - ``BatchNorm``, ``Dropout``: what these modules inherit from, also those of other packages.
 - ``persistent_buffers``, ``call_hooks``, ``gradient_hooks``: torch lists none of them.
 - ``memory_of``: the address of a storage's own object, by which storages without bytes differ, too.
+- ``stored_at``: a checkpoint's ``.metadata`` places parts by a private class.
+- ``memory_history``: torch documents it (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html).
 - ``held_part``: :meth:`DTensor.to_local` returns a view, whose version and memory are the part's own here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "BatchNorm", "Dropout", "call_hooks", "foreach_add_", "foreach_copy_", "foreach_lerp_", "foreach_mul_",
-    "foreach_norm", "gradient_hooks", "held_part", "memory_of", "persistent_buffers", "tensor_leaves",
-    "tree_leaves", "tree_map", "tree_map_only",
+    "foreach_norm", "gradient_hooks", "held_part", "memory_history", "memory_of", "persistent_buffers", "stored_at",
+    "tensor_leaves", "tree_leaves", "tree_map", "tree_map_only",
 ]  # fmt: skip
 
 
@@ -67,3 +71,21 @@ def held_part(tensor: Tensor) -> Tensor:
 def memory_of(value: Tensor | torch.UntypedStorage) -> int:
     """Return the number by which torch knows a storage, or that of a tensor, while it lives."""
     return (value.untyped_storage() if isinstance(value, Tensor) else value)._cdata
+
+
+def stored_at(file: str, position: int, length: int) -> Any:
+    """Return a part's place in a distributed checkpoint, in bytes, as ``.metadata`` has it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # loads all of torch's checkpoints, which few need
+
+    return _StorageInfo(file, position, length)
+
+
+_ENTRIES = 200_000
+
+
+@contextmanager
+def memory_history() -> Iterator[Callable[[Path], None]]:
+    """Record allocations inside of the ``with`` block, which gets a function that writes them to a file."""
+    torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
+    yield lambda path: torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)

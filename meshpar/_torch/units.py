@@ -19,10 +19,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from meshpar._torch.calls import eager
-from meshpar._torch.fsdp import ACCUMULATES_APART, param_groups, uncompiled_method
+from meshpar._torch.fsdp import ACCUMULATES_APART, UnitBackwards, param_groups, uncompiled_method
 from meshpar._torch.simulated_device import has_values
 from meshpar._torch.tensors import held_part, tensor_leaves, tree_leaves, tree_map
-from meshpar._torch.unit_backwards import UnitBackwards
 
 _SHARDED, _GATHERED = ShardedState.SHARDED, ShardedState.UNSHARDED
 _VERSION_OF, _NUMBER_OF = attrgetter("_version"), attrgetter("_cdata")

@@ -48,7 +48,7 @@ class AttentionLayout:
         mixers: patterns of modules that mix positions in another way (custom attention, a recurrence, a convolution
             over positions): each rank computes them on the whole sequence.
         exchange: exchanges positions in the attention of a model that does not call :func:`meshpar.attention`; called
-            with the model and a :class:`meshpar.passes.positions.exchange.Exchange`.
+            with the model and a :class:`meshpar.passes.positions.parallel.Exchange`.
         counts_positions: the model derives the positions of its tokens itself, so ``par.split`` adds no
             ``position_ids``.
         refusal: reason why the model's positions cannot be split, and the remedy.

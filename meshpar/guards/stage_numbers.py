@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshpar._torch.calls import while_lives
-from meshpar._torch.optimizers import check_empty, check_loads, check_scalers
+from meshpar._torch.calls import check_empty, check_loads, check_scalers, while_lives
 from meshpar._torch.simulated_device import without_functions
 from meshpar._torch.tensors import tree_leaves
 from meshpar.core.errors import MeshparError

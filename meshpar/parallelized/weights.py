@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from meshpar.core import registry
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
-from meshpar.exchange.rank_digests import check_replicas
+from meshpar.exchange.ranks import check_replicas
 from meshpar.parallelized.ranks import ModuleOnMesh
 from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards
 from meshpar.passes.pipeline.running import Layers

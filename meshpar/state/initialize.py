@@ -18,7 +18,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import LayoutError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, covers, matches, suggestion, tied_names
-from meshpar.exchange.rank_digests import check_equal
+from meshpar.exchange.ranks import check_equal
 from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.passes.tensor import random
 from meshpar.step.forward import run_of

@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from meshpar._torch.autograd import Node, at_end_of_backward, in_backward, next_node
-from meshpar._torch.unit_backwards import UnitBackwards, UnitRun
+from meshpar._torch.fsdp import UnitBackwards, UnitRun
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
 from meshpar.step.moment import Forward, HandsOn, Listeners, Moment

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshpar._torch.autograd import check_backwards, in_backward
-from meshpar._torch.calls import eager, enter_by, while_lives
+from meshpar._torch.calls import AdafactorOn, adafactor_on, before_steps, eager, enter_by, while_lives
 from meshpar._torch.fsdp import make_ready
-from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
 from meshpar._torch.units import is_shard
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout

@@ -18,7 +18,7 @@ import torch
 
 from meshpar.core.errors import RecipeError
 from meshpar.process.imports import need
-from meshpar.process.signals import STOPPING
+from meshpar.process.waiting import STOPPING
 from meshpar.training.order import Interleave, key_of, permute
 
 FILLER = -1  # the index of a sample that is fully masked: it fills the last global batch of an epoch

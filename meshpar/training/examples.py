@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from meshpar.core.errors import RecipeError
-from meshpar.process.build_once import build_once
 from meshpar.process.imports import need
+from meshpar.process.leftovers import build_once
 from meshpar.training.order import held_out
 from meshpar.training.text import (
     STDLIB,

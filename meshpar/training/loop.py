@@ -18,7 +18,7 @@ from torch import nn
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
-from meshpar.exchange.rank_digests import check_equal
+from meshpar.exchange.ranks import check_equal
 from meshpar.parallelized import Parallelized
 from meshpar.passes.tensor.random import mix
 from meshpar.state.averaging import Averaged

@@ -27,7 +27,7 @@ from meshpar.passes.pipeline.portion import all_parameters
 from meshpar.process.devices import peak_flops
 from meshpar.process.imports import need
 from meshpar.process.leftovers import write_durably
-from meshpar.process.signals import Lenient
+from meshpar.process.waiting import Lenient
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.process.signals import STOPPING, heard, put_back
+from meshpar.process.waiting import STOPPING, heard, put_back
 
 _NUMBERS = {signal_.name: int(signal_) + 1 for signal_ in STOPPING}
 _OTHERWISE = 1  # a request that is no signal; less than any signal's number + 1
@@ -28,7 +28,7 @@ class StopAskedError(MeshparError):
 
 @final
 class StopRequest:
-    """Convert the signals of :mod:`meshpar.process.signals` to a stop request on which all ranks agree.
+    """Convert the signals of :mod:`meshpar.process.waiting` to a stop request on which all ranks agree.
 
     A context manager, which may be entered again inside. Collective: every rank enters it. A small asynchronous
     all-reduce on CPUs combines the ranks' flags (which name the signal), so the ranks agree one call of :meth:`agreed`

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from meshpar.core.errors import RecipeError
-from meshpar.process.build_once import build_once
 from meshpar.process.imports import expanded, need
+from meshpar.process.leftovers import build_once
 from meshpar.training.order import held_out
 from meshpar.training.text import TextSource, warn_of
 from meshpar.training.tokenizer import Piece, TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe

@@ -21,7 +21,7 @@ from torch import nn
 from meshpar._torch.calls import enter_by
 from meshpar.core.errors import MeshparError, brief
 from meshpar.parallelized import Parallelized
-from meshpar.process.signals import STOPPING, exit_code_of, put_back
+from meshpar.process.waiting import STOPPING, exit_code_of, put_back
 from meshpar.step.inner_calls import evaluating
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.evaluation import Evaluation, values_of

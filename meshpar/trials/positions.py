@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshpar._torch.tensors import tree_map
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
-from meshpar.passes.positions.exchange import Exchange
+from meshpar.passes.positions.parallel import Exchange
 from meshpar.tensors.digests import leaves
 from meshpar.trials.copies import CannotCopy, copied_state, copy_block, free, largest
 from meshpar.trials.engine import TOLERANCE, as_evaluated, device_of, is_narrow, measure

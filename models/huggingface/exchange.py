@@ -20,7 +20,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.layout import AttentionLayout
 from meshpar.models.huggingface.tensor import HEAD_RATIO
 from meshpar.passes.positions.attention import NO_POSITIONS, added, causal_mask, documents
-from meshpar.passes.positions.exchange import Exchange
+from meshpar.passes.positions.parallel import Exchange
 from meshpar.step.inner_calls import record
 
 _SERVED = ("sdpa", "eager")

@@ -13,7 +13,7 @@ from torch import nn
 from meshpar import MeshparError, ModelLayout, PipelineParallel
 from meshpar.core import runtime
 from meshpar.losses.token_loss import Totals
-from meshpar.passes.pipeline import messages, parallel
+from meshpar.passes.pipeline import messages, parallel, stage_checks
 from meshpar.passes.pipeline.cuts import examine
 from meshpar.passes.pipeline.schedule import SCHEDULES
 from meshpar.passes.pipeline.stage_checks import StageErrors
@@ -302,8 +302,9 @@ def test_a_message_that_was_taken_is_let_go_and_the_order_of_the_others_stays():
 
 def test_a_failure_of_one_rank_alone_is_forgotten_where_it_goes_on(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(messages, "default_store", lambda: store)
-    monkeypatch.setattr(messages, "_ALIKE_S", 0.1)
+    for room in (messages, stage_checks):
+        monkeypatch.setattr(room, "default_store", lambda: store)
+    monkeypatch.setattr(stage_checks, "_ALIKE_S", 0.1)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 3)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     errors = StageErrors(lambda: "stage 1, a forward", 1, 1)
@@ -314,8 +315,8 @@ def test_a_failure_of_one_rank_alone_is_forgotten_where_it_goes_on(monkeypatch):
         errors.begin()
         assert messages.failed_alone() == "", "the next failure is told as it is"
     with ThreadPoolExecutor(2) as both:
-        assert [*both.map(lambda _: messages.all_fail("stage 1, a forward", 2), range(2))] == [True, True]
-    assert not messages.all_fail("stage 1, a forward", 2), "its count began anew"
+        assert [*both.map(lambda _: stage_checks.all_fail("stage 1, a forward", 2), range(2))] == [True, True]
+    assert not stage_checks.all_fail("stage 1, a forward", 2), "its count began anew"
 
 
 def test_a_rank_names_the_message_that_has_not_come_where_the_host_goes_on(monkeypatch):

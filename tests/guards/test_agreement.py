@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, TensorLayout, TensorParallel
 from meshpar._torch.groups import collective_counts
 from meshpar.core import registry
-from meshpar.exchange import rank_digests
+from meshpar.exchange import ranks
 from meshpar.step.moment import Guard
 from meshpar.testing import on_ranks
 
@@ -225,9 +225,9 @@ def test_a_strangers_guard_sees_each_moment_of_a_step_and_may_refuse():
 @on_ranks(4)
 def test_guards_that_some_ranks_alone_have_are_refused_by_name_in_the_exchange_of_weights():
     entry = EntryPoint("meets", "stranger_guards:Meets", "meshpar.guards")
-    exchanges, gather = [], rank_digests.all_gather
+    exchanges, gather = [], ranks.all_gather
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_digests, "all_gather", lambda *given: exchanges.append(0) or gather(*given))
+        patch.setattr(ranks, "all_gather", lambda *given: exchanges.append(0) or gather(*given))
         Plan("dp_shard=4", [FullyShard()]).apply(Model(), BLOCKS)
         assert len(exchanges) == 2, "names, with those of guards, and weights"
         patch.setattr(

@@ -27,7 +27,7 @@ from meshpar.launchers.commands.generating import Completer
 from meshpar.launchers.commands.inspecting import ranks_of
 from meshpar.launchers.export import bytes_of
 from meshpar.models import TransformerConfig
-from meshpar.process.signals import exit_code_of
+from meshpar.process.waiting import exit_code_of
 from meshpar.training.tokenizer import byte_tokenizer
 from tests.support.patience import patient
 

@@ -4,7 +4,7 @@ import torch
 
 import meshpar
 from meshpar.models import Transformer, TransformerConfig
-from meshpar.passes.usual import passes_for
+from meshpar.passes import passes_for
 from meshpar.tensors.digests import digest_of_elements
 from meshpar.testing import on_ranks
 

@@ -14,8 +14,8 @@ from meshpar import FullyShard, MeshSpec, ModelLayout, PipelineParallel, Plan, a
 from meshpar.losses.chunked import chunked_token_loss
 from meshpar.optim import Muon
 from meshpar.passes.positions.attention import Mask, documents
-from meshpar.process.build_once import build_once
 from meshpar.process.imports import expanded
+from meshpar.process.leftovers import build_once
 from meshpar.state.drawing import mesh_svg
 from meshpar.tensors.placements import local_gradient, whole_tensor
 from meshpar.testing import on_ranks, one_process

@@ -30,7 +30,7 @@ from meshpar.checkpoints import CheckpointManager
 from meshpar.launchers.agent.watchdog import Watchdog
 from meshpar.launchers.jobs.job import Saver
 from meshpar.models import Transformer, TransformerConfig
-from meshpar.process.signals import exit_code_of
+from meshpar.process.waiting import exit_code_of
 from meshpar.testing import whole
 from meshpar.training import (
     AdamWSettings,

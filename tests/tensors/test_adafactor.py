@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, MeshparError, TensorParallel
-from meshpar._torch.optimizers import adafactor_on
+from meshpar._torch.calls import adafactor_on
 from meshpar.checkpoints import CheckpointManager
 from meshpar.tensors.adafactor import adafactor_by_parts
 from meshpar.tensors.placements import local_tensor

@@ -23,8 +23,8 @@ import torch
 
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.losses.token_loss import IGNORE_INDEX
-from meshpar.process.build_once import build_once
 from meshpar.process.imports import need
+from meshpar.process.leftovers import build_once
 from meshpar.training import text
 from meshpar.training.data import FILLER, Batches, LoaderSettings
 from meshpar.training.examples import RecordSource, prepare_examples
@@ -347,7 +347,7 @@ def test_who_waits_for_a_build_says_for_whom_and_not_for_ever(tmp_path, monkeypa
         except RecipeError as error:
             failures.append(error)
 
-    monkeypatch.setattr("meshpar.process.build_once._SILENT_S", 0.3, raising=False)
+    monkeypatch.setattr("meshpar.process.leftovers._SILENT_S", 0.3, raising=False)
     monkeypatch.setattr("meshpar.process.waiting.EVERY_S", 0.0, raising=False)
     waiter = threading.Thread(target=waits)
     waiter.start()
@@ -365,7 +365,7 @@ def test_who_waits_for_a_build_says_for_whom_and_not_for_ever(tmp_path, monkeypa
 
 
 def test_a_builder_that_lives_is_waited_for_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshpar.process.build_once.EVERY_S", 0.02)
+    monkeypatch.setattr("meshpar.process.leftovers.EVERY_S", 0.02)
     begins = threading.Event()
 
     def slow(made: Path) -> None:
@@ -375,7 +375,7 @@ def test_a_builder_that_lives_is_waited_for_beyond_the_bound(tmp_path: Path, mon
     builder = threading.Thread(target=build_once, args=(tmp_path / "made", slow))
     builder.start()
     begins.wait()
-    monkeypatch.setattr("meshpar.process.build_once._SILENT_S", patient(0.3))
+    monkeypatch.setattr("meshpar.process.leftovers._SILENT_S", patient(0.3))
     assert build_once(tmp_path / "made", slow).is_dir()
     builder.join()
 

@@ -14,10 +14,9 @@ from meshpar._torch.calls import eager, enter_by
 from meshpar._torch.tensors import tensor_leaves
 from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes.pipeline.cuts import Result
-from meshpar.passes.pipeline.messages import FORTH
+from meshpar.passes.pipeline.messages import FORTH, FailedBeforeError, Transfers
 from meshpar.passes.pipeline.portion import Portion, Rule, Turn
 from meshpar.passes.pipeline.stand_ins import StandIn, tell_hooks_of, with_result
-from meshpar.passes.pipeline.transfers import FailedBeforeError, Transfers
 from meshpar.passes.tensor.random import LossState
 from meshpar.step.inner_calls import items_in, refill, set_forward
 from meshpar.tensors.digests import FACTOR, digest

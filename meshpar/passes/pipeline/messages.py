@@ -1,13 +1,15 @@
-"""The messages of stages: values forth, their gradients back; and the errors that end a wait for them."""
+"""The messages of stages: values forth, their gradients back; and the errors that end a wait for them.
+
+Values travel in one message where their form is known, with a header that tells of them.
+"""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any, final
@@ -19,6 +21,9 @@ from torch import Tensor
 from meshpar._torch.groups import default_store, open_groups, share_timeout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line
+from meshpar.passes.host_reads import beside
+from meshpar.passes.pipeline.cuts import Result
+from meshpar.passes.pipeline.portion import Portion, Turn
 from meshpar.passes.pipeline.stand_ins import MOST_SHAPES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -28,8 +33,8 @@ FAILED = -2  # in the place of a width
 Forms = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of values: their dtypes and shapes
 FORTH, BACK = 0, 1  # tags of messages, of which two ranks may exchange both kinds in one direction
 TAGGED = ("gloo", "fake")  # backends that keep messages of different tags apart
-_ALIKE_S = 10.0  # in which an error comes on all ranks of a stage, if it does
-_ALONE = "meshpar/failed alone"  # where the ranks' store says which rank failed, and no other one of its stage
+# where the ranks' store says which rank failed, and no other one of its stage
+FAILED_ALONE = "meshpar/failed alone"
 
 
 class LostError(MeshparError):
@@ -224,42 +229,152 @@ def failed_alone() -> str:
     """Return what the rank that failed alone has told; empty where none did, or the store has ended."""
     with suppress(RuntimeError):
         store = default_store()
-        return store.get(_ALONE).decode() if store.check([_ALONE]) else ""
+        return store.get(FAILED_ALONE).decode() if store.check([FAILED_ALONE]) else ""
     return ""
 
 
-def forget_alone() -> None:
-    """Forget what this rank has told, because it goes on."""
-    with suppress(RuntimeError):
-        default_store().delete_key(_ALONE)
+class FailedBeforeError(Exception):
+    """Raised in a micro-batch that an error ended on an earlier stage, which tells of it at the end of the step."""
 
 
-def tell_alone(cause: str) -> str:
-    """Tell the other ranks that this one failed alone, for when its end breaks their exchanges; return the text."""
-    said = (
-        f"rank {dist.get_rank()} failed alone in {cause}; the other ranks of its stage wait for it; correct what "
-        "failed there, and start the job again"
-    )
-    with suppress(RuntimeError):  # the store has ended with its process
-        default_store().set(_ALONE, said)
-    return said
+@final
+class Transfers:
+    """The values and gradients that this rank's stages exchange; ``fail`` gets errors that end an action."""
 
+    def __init__(self, portion: Portion, doing: Callable[[], str], fail: Callable[[Exception], None]) -> None:
+        self._chunks, self._carried, self._fail = portion.chunks, portion.carried, fail
+        self.messages = StageMessages(portion.group, len(portion.chunks), doing)
+        # ``late``: numbers behind values are read one micro-batch later, so that the host waits for no device; then
+        # messages of a known form are exchanged whatever fails, with zeros in the place of values
+        self.device, self.late, self.failed = torch.device("cpu"), False, False
+        # Headers of the last values that came and went in each chunk for a micro-batch of one form.
+        self._got, self._given = ([dict[object, Header]() for _ in portion.chunks] for _ in range(2))
+        self._announced: Header | None = None  # whose values have yet to come
+        self._unread = list[tuple[int, int, Callable[[], Tensor]]]()  # numbers behind values: micro-batch and stage
+        # headers of what a simulated rank gets, by their results, as the stages before have filled them
+        self.supposed: dict[Result | None, Header] | None = None
 
-def all_fail(where: str, ranks: int) -> bool:
-    """Return whether so many ranks fail at the same place within seconds."""
-    if ranks == 1:
-        return True
-    with suppress(RuntimeError):
-        store, until = default_store(), time.monotonic() + _ALIKE_S
-        failed = f"meshpar/failed/{ranks} ranks/{where}"  # plans over other numbers of stages count for themselves
-        count, pause = store.add(failed, 1), 0.02
-        needed = count + -count % ranks
-        while store.add(failed, 0) < needed:
-            if time.monotonic() > until:
-                if store.add(failed, -1) < needed - 1:  # the next failure there counts from the beginning
-                    return False
-                store.add(failed, 1)  # the last one came just now
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.5)
-        return True
-    return False
+    def use(self, device: torch.device) -> None:
+        """Exchange values of a device."""
+        self.device, self.late = device, not runtime.over_hosts(device)
+
+    def begin_step(self) -> None:
+        """Begin a step or an evaluation, and forget what a failed one left."""
+        if self.failed:
+            self._unread.clear()
+        self.failed = False
+
+    def receive(self, turn: Turn) -> None:
+        """Receive what the stage before hands on; its header comes behind values of a known form, or else before."""
+        results, numbers = (None, *self._chunks[turn.chunk].takes), torch.Tensor()
+        expected, header, values = self._got[turn.chunk].get(turn.form), self._announced, list[Tensor]()
+        if self.supposed is not None:
+            first = self.supposed[None]
+            expected = replace(first, forms=tuple(self.supposed.get(result, first).forms[0] for result in results))
+        if header is None:
+            if expected is None:
+                numbers = torch.empty(Header.size(len(results)), dtype=torch.int64, device=self.device)
+                self.messages.receive(numbers, turn.stage - 1, FORTH)
+            else:
+                whole, values, numbers = expected.room(self.device)
+                self.messages.receive(whole, turn.stage - 1, FORTH)
+            if expected is not None and self.late:
+                header = expected
+                with beside(self.device) as to_host:
+                    self._unread.append((turn.number, turn.stage - 1, to_host(numbers)))
+            else:
+                header = expected if self.supposed is not None and expected else Header.of_numbers(*numbers.tolist())
+                if header.width == FAILED:
+                    turn.takes, error = False, FailedBeforeError()
+                    self._fail(error)
+                    raise error
+                if expected is None or header.forms != expected.forms:
+                    # noted, so that no values are read as a header where there is no memory for them
+                    self._announced = header
+        if self._announced is not None:
+            values = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in header.forms]
+            for value in values:
+                self.messages.receive(value, turn.stage - 1, FORTH)
+        self._announced, turn.takes = None, False
+        header.keep(self._got[turn.chunk], turn.form)
+        self._carried.dtype, self._carried.width = header.forms[0][0], header.width
+        turn.arrived = [value.requires_grad_() for value in values] if torch.is_grad_enabled() else values
+        if self.late and header is expected:
+            self._read(1)
+        elif self.supposed is None and not self.failed:  # with what has come noted: its gradients go back
+            header.check(turn.number, turn.stage - 1)
+
+    def _read(self, most: int) -> None:
+        """Read the numbers of what came, but for the last ``most``; raise FailedBeforeError where one says so."""
+        while len(self._unread) > most:
+            number, stage, read = self._unread.pop(0)
+            numbers = read()
+            if self.failed or self.supposed is not None:
+                continue
+            header = Header.of_numbers(*numbers.tolist())
+            if header.width == FAILED:
+                error = FailedBeforeError()
+                self._fail(error)
+                raise error
+            header.check(number, stage)
+
+    def send(self, turn: Turn, values: Sequence[Tensor] | None) -> None:
+        """Send to the next stage the value of a block and what goes with it; None: an error came before them."""
+        gives = self._chunks[turn.chunk].gives
+        forms = tuple((value.dtype, tuple(value.shape)) for value in values or ())
+        header = Header(FAILED if values is None else self._carried.width, turn.number, turn.stage, forms)
+        expected = self._given[turn.chunk].get(turn.form)
+        if self.supposed is not None:
+            expected, pairs = header, zip((None, *gives), forms, strict=True)
+            self.supposed |= {result: replace(header, forms=(form,)) for result, form in pairs}
+        if self.late and expected is not None:
+            self._send_known(expected, header, turn, values)
+            return
+        numbers = header.tensor(1 + len(gives), self.device)
+        parts = [numbers, *(values or ())]
+        if expected is not None:
+            whole, rooms, behind = expected.room(self.device)
+            behind.copy_(numbers)
+            parts[0] = whole  # where the next stage takes another form, it learns behind it what follows
+            if forms == expected.forms:
+                for room, value in zip(rooms, values or (), strict=True):
+                    room.copy_(value)
+                parts = [whole]
+        parts = [part.contiguous() for part in parts]
+        if values is not None:  # behind all that needs memory: the next stage keeps what it has got
+            header.keep(self._given[turn.chunk], turn.form)
+        self.messages.send(parts, turn.stage + 1, FORTH)
+        turn.sends = False
+
+    def _send_known(self, expected: Header, header: Header, turn: Turn, values: Sequence[Tensor] | None) -> None:
+        """Send values of a known form; after an error zeros, for which gradients come like for the others."""
+        if values is not None and header.forms != expected.forms:
+            shapes = (", ".join(str(shape) for _, shape in forms) for forms in (header.forms, expected.forms))
+            raise MeshparError(
+                "what stage {} hands on has the shapes {}, expected {} as for earlier inputs of the same shapes, which "
+                "the next stage takes without a wait for its device; pad to shapes that follow from those of the "
+                "inputs, or use a mesh without pp".format(turn.stage, *shapes)
+            )
+        whole, rooms, behind = expected.room(self.device)
+        if values is None:
+            whole.zero_()
+            turn.left = [torch.zeros_like(room) for room in rooms]
+        for room, value in zip(rooms, values or (), strict=values is not None):
+            room.copy_(value)
+        behind.copy_(header.tensor(len(rooms), self.device))
+        self.messages.send([whole], turn.stage + 1, FORTH)
+        turn.sends = False
+
+    def receive_back(self, turn: Turn) -> list[Tensor]:
+        """Receive the gradients of what was handed on."""
+        grads = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in turn.left]
+        for grad in grads:
+            self.messages.receive(grad, turn.stage + 1, BACK)
+        turn.takes = False
+        return grads
+
+    def send_back(self, turn: Turn) -> None:
+        """Send the gradients of what had arrived; zeros where it has none."""
+        back = [torch.zeros_like(value) if value.grad is None else value.grad for value in turn.arrived]
+        self.messages.send([grad.contiguous() for grad in back], turn.stage - 1, BACK)
+        turn.sends = False

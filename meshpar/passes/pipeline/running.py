@@ -18,11 +18,10 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.losses.token_loss import Form, Found, Totals
 from meshpar.passes.pipeline.edges import Edges
-from meshpar.passes.pipeline.messages import LostError, StageMessages
+from meshpar.passes.pipeline.messages import LostError, StageMessages, Transfers
 from meshpar.passes.pipeline.portion import Portion
 from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stage_checks import StageErrors, StageInputs, StageTies
-from meshpar.passes.pipeline.transfers import Transfers
 from meshpar.step.moment import HandsOn
 from meshpar.tensors.digests import digest_of_several
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, Final, NoReturn, final
 
@@ -10,23 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshpar._torch.groups import default_store
 from meshpar.core.errors import MeshparError, brief
 from meshpar.exchange.ranks import Looks
 from meshpar.passes.host_reads import beside
 from meshpar.passes.pipeline.edges import Edges, digest_of
-from meshpar.passes.pipeline.messages import (
-    BACK,
-    FORTH,
-    StageMessages,
-    all_fail,
-    failed_alone,
-    forget_alone,
-    tell_alone,
-)
+from meshpar.passes.pipeline.messages import BACK, FAILED_ALONE, FORTH, FailedBeforeError, StageMessages, failed_alone
 from meshpar.passes.pipeline.portion import Portion
-from meshpar.passes.pipeline.transfers import FailedBeforeError
 from meshpar.tensors.placements import local_tensor
 
+_ALIKE_S = 10.0  # in which an error comes on all ranks of a stage, if it does
 _EXACT: Final = (1 << 48) - 1  # digests of 48 bits are exact in float64
 
 
@@ -63,6 +58,43 @@ class StageErrors:
             self._reported = True
             error.add_note(tell_alone(self.cause))
             raise error
+
+
+def forget_alone() -> None:
+    """Forget what this rank has told, because it goes on."""
+    with suppress(RuntimeError):
+        default_store().delete_key(FAILED_ALONE)
+
+
+def tell_alone(cause: str) -> str:
+    """Tell the other ranks that this one failed alone, for when its end breaks their exchanges; return the text."""
+    said = (
+        f"rank {dist.get_rank()} failed alone in {cause}; the other ranks of its stage wait for it; correct what "
+        "failed there, and start the job again"
+    )
+    with suppress(RuntimeError):  # the store has ended with its process
+        default_store().set(FAILED_ALONE, said)
+    return said
+
+
+def all_fail(where: str, ranks: int) -> bool:
+    """Return whether so many ranks fail at the same place within seconds."""
+    if ranks == 1:
+        return True
+    with suppress(RuntimeError):
+        store, until = default_store(), time.monotonic() + _ALIKE_S
+        failed = f"meshpar/failed/{ranks} ranks/{where}"  # plans over other numbers of stages count for themselves
+        count, pause = store.add(failed, 1), 0.02
+        needed = count + -count % ranks
+        while store.add(failed, 0) < needed:
+            if time.monotonic() > until:
+                if store.add(failed, -1) < needed - 1:  # the next failure there counts from the beginning
+                    return False
+                store.add(failed, 1)  # the last one came just now
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.5)
+        return True
+    return False
 
 
 @final

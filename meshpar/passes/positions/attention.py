@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshpar._torch.calls import as_one_operator
 from meshpar.core.errors import MeshparError
-from meshpar.passes.positions.exchange import BLOCK, Exchange, run_by_run
+from meshpar.passes.positions.parallel import BLOCK, Exchange, run_by_run
 from meshpar.step.inner_calls import installed
 
 NO_POSITIONS = (

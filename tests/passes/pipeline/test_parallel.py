@@ -36,7 +36,7 @@ from meshpar._torch.fsdp import param_groups
 from meshpar._torch.groups import collective_counts
 from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import Muon
-from meshpar.passes.pipeline import messages, parallel
+from meshpar.passes.pipeline import parallel, stage_checks
 from meshpar.passes.pipeline.cuts import even_cuts, examine
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES, Action, actions
@@ -614,7 +614,7 @@ def failed_alone(folder):
         return scaled_loss(0.1)(module, batch)
 
     try:
-        with mock.patch.object(messages, "_ALIKE_S", 0.5):
+        with mock.patch.object(stage_checks, "_ALIKE_S", 0.5):
             par.backward(batches(par.data_rank), loss)
     except Exception as error:
         (folder / f"{dist.get_rank()}.part").write_text(f"{error} {getattr(error, '__notes__', '')}")

@@ -33,7 +33,7 @@ from meshpar import (
 )
 from meshpar.models.huggingface import layout_for
 from meshpar.passes.positions.attention import block_mask, causal_mask
-from meshpar.passes.positions.exchange import runs
+from meshpar.passes.positions.parallel import runs
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, on_meta, transformer
 from tests.support.tiers import daily
@@ -107,7 +107,7 @@ def in_parts(model, transport, place=None, guards="always"):
 def in_blocks_of(positions, **others):
     """Make and read masks in pieces of so many positions."""
     with (
-        mock.patch("meshpar.passes.positions.exchange.BLOCK", positions),
+        mock.patch("meshpar.passes.positions.parallel.BLOCK", positions),
         mock.patch.multiple("meshpar.passes.positions.attention", BLOCK=positions, **others),
     ):
         yield

@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from meshpar.process.signals import Lenient, put_back
+from meshpar.process.waiting import Lenient, put_back
 
 
 def test_a_stream_that_cannot_be_written_any_more_loses_its_text_alone(tmp_path: Path) -> None:
