@@ -24,7 +24,7 @@ from meshpar.core.mesh import MeshSpec, default_device_type
 from meshpar.core.passes import Checking, Facts, Guards, Pass, Role
 from meshpar.core.resolved import Resolved, resolve, run_passes
 from meshpar.exchange.ranks import next_number
-from meshpar.guards.make_run import make_run
+from meshpar.guards import make_run
 from meshpar.parallelized import Parallelized
 from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms, prepare
 from meshpar.process.preview import EndOfPreview, PlannedModel, is_preview, planned_ranks

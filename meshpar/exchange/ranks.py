@@ -209,18 +209,25 @@ class Ranks:
 
 @final
 class GradientMarks:
-    """Compare which gradients ranks have: marks 0 for none, 1 for zeros of others' gradients, 2 for a gradient."""
+    """Exchange which gradients ranks have: marks 0 for none, 1 for zeros of others' gradients, 2 for a gradient."""
 
-    def __init__(self, ranks: Ranks, trained: Sequence[tuple[str, nn.Parameter]], marks: Sequence[int]) -> None:
-        self._trained, self._marks = trained, marks
-        numbers_here = torch.tensor([ranks.counted(len(marks)), *marks], device="cpu")
-        self._both = Largest(torch.cat([numbers_here, -numbers_here]), ranks.hosts)
+    def __init__(
+        self, ranks: Ranks, trained: Sequence[tuple[str, nn.Parameter]], marks: Sequence[int], *, compares: bool = True
+    ) -> None:
+        self._trained, self._marks, self._compares = trained, marks, compares
+        if compares:
+            numbers_here = torch.tensor([ranks.counted(len(marks)), *marks], device="cpu")
+            self._sent = Largest(torch.cat([numbers_here, -numbers_here]), ranks.hosts)
+        else:
+            self._sent = Largest(torch.tensor(marks, dtype=torch.uint8, device="cpu"), ranks.hosts)
 
     def check(self) -> list[int]:
         """Wait for the exchange, and return the largest mark of each parameter; MeshparError on every rank alike."""
-        read = runtime.among_real_ranks(self._both.read().view(2, -1).tolist)
+        read = runtime.among_real_ranks(self._sent.read().view(1 + self._compares, -1).tolist)
         if read is None:  # simulated ranks have the same
             return list(self._marks)
+        if not self._compares:
+            return list(read[0])
         (most_counted, *largest), (least_counted, *smallest) = read
         if any(high and not -low for high, low in zip(largest, smallest)):
             without = [

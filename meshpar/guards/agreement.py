@@ -1,4 +1,4 @@
-"""Compare ranks: batches and random states of those that share samples, gradients of those that keep copies."""
+"""Compare ranks: batches, random states and losses of those that share samples, gradients of those that keep copies."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from functools import partial
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshpar._torch.autograd import in_backward
 from meshpar._torch.tensors import BatchNorm
 from meshpar._torch.units import Units
 from meshpar.core import runtime
-from meshpar.core.errors import MeshparError
+from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.passes import Role
-from meshpar.exchange.ranks import GradientMarks, Looks, Ranks, same, stages_of
-from meshpar.guards.backwards import check_copies
-from meshpar.guards.losses import compare_losses
+from meshpar.exchange.ranks import Largest, Looks, Ranks, same, stages_of
 from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.random import draws_random
 from meshpar.state.initialize import state
-from meshpar.step.moment import Guard, Guarded
-from meshpar.step.outside_gradients import UnusedGradients
+from meshpar.step.moment import Guard, Guarded, UnusedGradients
 from meshpar.tensors.digests import digest, digest_of
+from meshpar.tensors.placements import local_tensor, sharded_axes
 
 _SAME_BATCH = (
     "they compute one sample together, so pass par.data_rank and par.data_size to the sampler: "
@@ -60,7 +60,6 @@ class Agreement(Guard):
         self._looks = Looks(always=self._always)
         self._ranks = Ranks.of(module, stages)
         self._unused = UnusedGradients(module, self._ranks if self._data else None)
-        self._later: GradientMarks | None = None
 
     def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Check that all ranks are at one place, each time on a CPU, else at first and in evaluation. Collective."""
@@ -171,33 +170,16 @@ class Agreement(Guard):
         self._ranks.counted(number)
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
-        """Compare which gradients a backward left, without waiting beside an accelerator. Collective over the mesh."""
+        """Compare which gradients a backward left, without waiting beside an accelerator: FSDP2 would join others
+        without an error. Collective over the mesh.
+        """
         if first := self._looks.first("a backward"):
             check_copies(self._guarded.module, self._same, self._guarded.device.type)
-        if self._later is not None:
-            later, self._later = self._later, None
-            later.check()
-        # Where no data ranks are, the gradients that this rank did not use are dropped without an exchange.
-        if not self._data or not (first or self._always):
-            self._unused.gradients(unused)
-            return
-        self._same_parameters(unused, look=first or runtime.over_hosts(self._guarded.device))
-        if first:
+        compares = first or self._always
+        waits = compares and (first or runtime.over_hosts(self._guarded.device))
+        self._unused.exchange(unused, compares=compares, waits=waits)
+        if first and self._data:
             self._same_buffers()
-
-    def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
-        """Check that all data ranks have the same gradients: FSDP2 would join others without an error; drop zeros."""
-        zeros = {id(parameter) for parameter in unused}
-        trained = list(self._guarded.module.named_parameters())
-        marks = [0 if parameter.grad is None else 1 if id(parameter) in zeros else 2 for _, parameter in trained]
-        exchange = partial(GradientMarks, self._ranks, trained, marks)
-        later = exchange() if look else runtime.among_real_ranks(exchange)
-        if look or unused:
-            for (_, parameter), mark in zip(trained, marks if later is None else later.check()):
-                if mark == 1:
-                    parameter.grad = None
-        else:
-            self._later = later
 
     def _same_buffers(self) -> None:
         """Check that data ranks hold the same persistent buffers; a forward may compute them from its part."""
@@ -213,6 +195,70 @@ class Agreement(Guard):
                 "(par.data_sum), or register the buffers with persistent=False where ranks may differ; or calibrate "
                 "observers of quantization before plan.apply, and then module.apply(disable_observer)"
             )
+
+
+_ROUNDINGS, _QUEUED_ROUNDINGS = 64, 1024
+"""How far losses may differ, in units of their dtype's rounding: an accelerator adds in another order each time."""
+_LEAST = 1e-2
+"""How large a loss counts at least: one whose terms cancel to about zero has the rounding of its terms."""
+
+
+def compare_losses(roots: Iterable[object], groups: Mapping[str, dist.ProcessGroup], device: torch.device) -> None:
+    """Compare what a backward is about to start from on ranks of the same positions. Collective over ``groups``."""
+    plain = [
+        root.detach()
+        for root in roots
+        if isinstance(root, Tensor) and not isinstance(root, DTensor) and root.numel() == 1
+    ]
+    kind = max((loss.dtype for loss in plain), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+    total = torch.zeros((), device=device, dtype=torch.float64)
+    for loss in plain:
+        total += loss.reshape(()).to(device, torch.float64).nan_to_num(-1e300)
+    allowed = torch.finfo(kind).eps * (_QUEUED_ROUNDINGS if runtime.queues(device) else _ROUNDINGS)
+    for axis, group in groups.items():
+        exchanged = Largest(torch.stack([total, -total]), group).read()
+        high, negated = runtime.among_real_ranks(exchanged.tolist) or (0.0, 0.0)
+        low = -negated
+        if high != low and not high - low <= allowed * max(abs(high), abs(low), _LEAST):
+            raise ParallelError(
+                f"ranks of {axis} compute the same samples together, but their backward starts from different "
+                f"losses: from {low:.6g} to {high:.6g}, here {total.item():.6g}. Give collectives of your own in "
+                "a loss or a hook group=par.data_group, whose ranks have different samples. Where a value made "
+                "inside of a split module entered the loss by another way than the module's output (an attribute, "
+                "a list, a hook), each rank has that of its own heads or features; leave that module and the "
+                "layers in it whole, TensorParallel(styles={'blocks.*.attn': None}), or draw random numbers of the "
+                "loss alike on these ranks"
+            )
+
+
+_RELATIVE, _FLOOR = 1e-2, 1e-4
+
+
+def check_copies(module: nn.Module, groups: Mapping[str, dist.ProcessGroup], device_type: str) -> None:
+    """Check that what the ranks of each axis keep whole has one gradient there. Collective over the axes."""
+    for axis, group in groups.items():
+        if odd := differing_gradients(module, axis, group, device_type):
+            raise MeshparError(
+                f"ranks of {axis} have different gradients for parameters that each keeps whole: "
+                f"{', '.join(odd[:6])}; give collectives of your own in a loss or a hook group=par.data_group, whose "
+                "ranks have different samples; where such a module sees a slice of the heads or features, give it the "
+                "style 'grad_sum' in the layout's tensor-parallel table; where it draws random numbers, draw them from "
+                "a generator with the same seed on these ranks"
+            )
+
+
+def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup, device_type: str) -> list[str]:
+    """Return whole parameters whose gradients' norms differ over ``group`` by more than rounding. Collective."""
+    whole_parameters = [
+        (name, p) for name, p in module.named_parameters() if p.requires_grad and axis not in sharded_axes(p)
+    ]
+    if not whole_parameters:
+        return []
+    parts = [local_tensor(p).new_zeros(1) if p.grad is None else local_tensor(p.grad) for _, p in whole_parameters]
+    norms = torch.stack([torch.linalg.vector_norm(part.float()).to(device_type) for part in parts])
+    largest, negated = Largest(torch.cat([norms, -norms]), group).read().view(2, -1)
+    odd = (largest + negated) > _RELATIVE * largest + _FLOOR * largest.max()
+    return [name for (name, _), differs in zip(whole_parameters, odd.tolist(), strict=True) if differs]
 
 
 def _predictable(guarded: Guarded) -> bool:

@@ -1,4 +1,4 @@
-"""Refuse backwards of other or freed weights or in a backward, and left, hooked or differing gradients."""
+"""Refuse backwards of other or freed weights or in a backward, and left or hooked gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Any, NoReturn, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,13 +15,10 @@ from meshpar._torch.autograd import in_backward
 from meshpar._torch.simulated_device import without_functions
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
-from meshpar.exchange.ranks import Largest
 from meshpar.guards.placed_parameters import PlacedParameters
 from meshpar.passes.recompute import Recomputed
 from meshpar.step.backward import STALE
-from meshpar.step.moment import Forward, Guard, Guarded
-from meshpar.step.outside_gradients import LeftGradients
-from meshpar.tensors.placements import local_tensor, sharded_axes
+from meshpar.step.moment import Forward, Guard, Guarded, LeftGradients
 
 Versions = tuple[Sequence[Tensor], list[int]]
 """Parameters, and numbers that change when somebody writes them, other than by ``.data``."""
@@ -221,33 +217,3 @@ def _refuse() -> NoReturn:
         "a hook on a parameter gets the gradient of one backward, but here several are added up before it can "
         "run; change gradients between the last backward and the step instead, or run one backward a step"
     )
-
-
-_RELATIVE, _FLOOR = 1e-2, 1e-4
-
-
-def check_copies(module: nn.Module, groups: Mapping[str, dist.ProcessGroup], device_type: str) -> None:
-    """Check that what the ranks of each axis keep whole has one gradient there. Collective over the axes."""
-    for axis, group in groups.items():
-        if odd := differing_gradients(module, axis, group, device_type):
-            raise MeshparError(
-                f"ranks of {axis} have different gradients for parameters that each keeps whole: "
-                f"{', '.join(odd[:6])}; give collectives of your own in a loss or a hook group=par.data_group, whose "
-                "ranks have different samples; where such a module sees a slice of the heads or features, give it the "
-                "style 'grad_sum' in the layout's tensor-parallel table; where it draws random numbers, draw them from "
-                "a generator with the same seed on these ranks"
-            )
-
-
-def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup, device_type: str) -> list[str]:
-    """Return whole parameters whose gradients' norms differ over ``group`` by more than rounding. Collective."""
-    whole_parameters = [
-        (name, p) for name, p in module.named_parameters() if p.requires_grad and axis not in sharded_axes(p)
-    ]
-    if not whole_parameters:
-        return []
-    parts = [local_tensor(p).new_zeros(1) if p.grad is None else local_tensor(p.grad) for _, p in whole_parameters]
-    norms = torch.stack([torch.linalg.vector_norm(part.float()).to(device_type) for part in parts])
-    largest, negated = Largest(torch.cat([norms, -norms]), group).read().view(2, -1)
-    odd = (largest + negated) > _RELATIVE * largest + _FLOOR * largest.max()
-    return [name for (name, _), differs in zip(whole_parameters, odd.tolist(), strict=True) if differs]

@@ -1,24 +1,32 @@
-"""Notice the backwards of one parallel module: where one begins, by which ways it comes into units, where it ends."""
+"""Notice the backwards of one parallel module: where one begins, by which ways it comes into units, where it ends; and
+average gradients that come to shards from outside of units.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import Any, final
+from typing import Any, cast, final
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch.autograd import Node, at_end_of_backward, in_backward, next_node
 from meshpar._torch.fsdp import UnitBackwards, UnitRun
+from meshpar._torch.tensors import held_part
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
+from meshpar.same_bits.trees import average_
 from meshpar.step.moment import Forward, HandsOn, Listeners, Moment
-from meshpar.step.outside_gradients import average_outside
 from meshpar.tensors.digests import leaves
+from meshpar.tensors.placements import held_by_this_rank, local_tensor, whole_tensor
 
 
 @final
@@ -143,6 +151,49 @@ class Backward:
 def trained_outputs(output: object) -> list[Tensor]:
     """Return the tensors of a call's output that want gradients."""
     return [leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None], *, by_tree: bool) -> None:
+    """Average gradients of a shard's ``full_tensor()`` in a loss over axes not ``kept``; ``by_tree``: sum them."""
+    mesh: DeviceMesh = parameter.device_mesh
+    data = [dim for dim, name in enumerate(mesh.mesh_dim_names or ()) if name not in kept and mesh.size(dim) > 1]
+    if not data:
+        return
+    average = partial(average_, by_tree=by_tree)
+    groups = [mesh.get_group(dim) for dim in data]
+
+    def full_tensor(*, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        if not (torch.is_grad_enabled() and parameter.requires_grad):
+            return DTensor.full_tensor(parameter, grad_placements=grad_placements)
+        return cast("Tensor", _Outside.apply(parameter, True, partial(average, groups=groups), reached))
+
+    def to_local(*, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        copies = [group for dim, group in zip(data, groups) if parameter.placements[dim].is_replicate()]
+        if not copies or not (torch.is_grad_enabled() and parameter.requires_grad):
+            return DTensor.to_local(parameter, grad_placements=grad_placements)
+        return cast("Tensor", _Outside.apply(parameter, False, partial(average, groups=copies), reached))
+
+    parameter.full_tensor, parameter.to_local = full_tensor, to_local
+
+
+class _Outside(torch.autograd.Function):
+    """The whole of a parameter, or this rank's part, whose gradient is averaged over groups of data ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: DTensor, whole: bool, average: Callable[[Tensor], None], reached: Callable[[], None]
+    ) -> Tensor:
+        ctx.like, ctx.whole, ctx.average, ctx.reached = parameter.detach(), whole, average, reached
+        return whole_tensor(parameter) if whole else local_tensor(parameter).view_as(held_part(parameter))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.reached()
+        total = grads[0].contiguous().clone()
+        ctx.average(total)
+        grad = torch.empty_like(ctx.like)  # on the host where the parameter is
+        local_tensor(grad).copy_(total[held_by_this_rank(ctx.like)] if ctx.whole else total)
+        return grad, None, None, None
 
 
 STALE = (

@@ -1,6 +1,6 @@
 """The moments of a step: what happens around the calls, backwards and optimizer steps of one parallel module.
 
-A mechanism of a pass is a moment, and so is a guard, which only refuses. ``guards/make_run.py`` makes the ordered list,
+A mechanism of a pass is a moment, and so is a guard, which only refuses. ``guards/__init__.py`` makes the ordered list,
 and ``step/forward.py`` runs it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import torch
@@ -17,9 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshpar._torch.units import Units
+from meshpar.core import runtime
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Facts, Guards
 from meshpar.core.resolved import Resolved
+from meshpar.exchange.ranks import GradientMarks, Ranks
+from meshpar.tensors.placements import local_tensor
 
 
 @final
@@ -185,3 +189,96 @@ class Guarded:
 
 MakesGuards: TypeAlias = Callable[[Guarded], Iterable[Guard]]
 """An entry point of the group ``meshpar.guards``: returns the guards of one module."""
+
+
+@final
+class LeftGradients(Moment):
+    """Remember gradients of a step that was left (``pending``) or a failed backward (``cut_short``), until cleared."""
+
+    def __init__(self, module: nn.Module, units: Units) -> None:
+        self._module, self._units = module, units
+        self.pending: list[tuple[Tensor, Tensor, int]] = []
+        self.cut_short = False
+
+    def leave_step(self, *, by_error: bool) -> None:
+        if self._units.modules or by_error:
+            self._leave(by_error=by_error)
+
+    def after_failed_backward(self) -> None:
+        self._leave(by_error=True)
+
+    def _leave(self, *, by_error: bool) -> None:
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = grad
+                self.pending.append((parameter, grad, grad._version))
+        self.cut_short = self.cut_short or by_error
+
+    def before_backward(self, roots: object, *, reaches: object) -> None:
+        self.forget_cleared()
+
+    def forget_cleared(self) -> None:
+        """Forget the gradients that somebody has cleared."""
+        if self.pending and not any(
+            parameter.grad is grad and grad._version == version for parameter, grad, version in self.pending
+        ):
+            self._units.drop_unreduced_gradients()
+            self.pending.clear()
+        if self.cut_short:
+            grads = (
+                local_tensor(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None
+            )
+            self.cut_short = bool(self.pending) or any(bool(grad.count_nonzero()) for grad in grads)
+
+
+@final
+class UnusedGradients(Moment):
+    """Drop the gradients of the parameters that no rank used, among those whose gradient counts as zero on this one."""
+
+    def __init__(self, module: nn.Module, ranks: Ranks | None) -> None:
+        self._module, self._ranks = module, ranks
+        self._sent: GradientMarks | None = None
+
+    def gradients(self, unused: list[nn.Parameter]) -> None:
+        self.exchange(unused, compares=False)
+
+    def exchange(self, unused: Sequence[nn.Parameter], *, compares: bool, waits: bool = False) -> None:
+        """Drop the gradients of ``unused`` that no rank used. Collective where gradients are averaged.
+
+        ``compares``: refuse ranks that have gradients for other parameters; ``waits``: now, and not the next time.
+        """
+        if self._sent is not None:
+            sent, self._sent = self._sent, None
+            sent.check()
+        zeros = {id(parameter) for parameter in unused}
+        if self._ranks is None:
+            for parameter in unused:
+                parameter.grad = None
+            return
+        trained = list(self._module.named_parameters())
+        marks = [0 if parameter.grad is None else 1 if id(parameter) in zeros else 2 for _, parameter in trained]
+        send = partial(GradientMarks, self._ranks, trained, marks, compares=compares)
+        self._sent = send() if waits or not compares else runtime.among_real_ranks(send)
+        if waits or unused:
+            sent, self._sent = self._sent, None
+            for (_, parameter), mark in zip(trained, marks if sent is None else sent.check()):
+                if mark == 1:
+                    parameter.grad = None
+
+
+@final
+class GradientHooks(Moment):
+    """Call the hooks of one module's sharded parameters with reduced gradients."""
+
+    def __init__(self, units: Units) -> None:
+        self._units = units
+
+    def after_backward(self) -> None:
+        for parameter in [hooked for hooked in self._units.hooked() if hooked.grad is not None]:
+            hooks: Mapping[int, Callable[[Tensor], Tensor | None]] = parameter._backward_hooks or {}
+            for hook in list(hooks.values()):
+                assert parameter.grad is not None, "only parameters with a gradient are handed in"
+                changed = hook(parameter.grad)
+                if changed is not None:
+                    parameter.grad = changed

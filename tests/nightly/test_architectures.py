@@ -10,7 +10,7 @@ from torch import nn
 from meshpar import FullyShard, Guard, Plan, TensorParallel
 from meshpar.checkpoints import Safetensors, export_module
 from meshpar.core.registry import layout_for
-from meshpar.guards.backwards import differing_gradients
+from meshpar.guards.agreement import differing_gradients
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, transformer
 

@@ -30,8 +30,8 @@ from meshpar import (
 from meshpar._torch.fsdp import is_gathered, units_with_parameters
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError
+from meshpar.guards.agreement import compare_losses
 from meshpar.guards.explain import Explanation
-from meshpar.guards.losses import compare_losses
 from meshpar.passes.data.whole_parameters import WholeParameters
 from meshpar.passes.tensor.context import Context
 from meshpar.step.inner_calls import Calls

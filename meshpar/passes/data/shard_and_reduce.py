@@ -1,7 +1,7 @@
 """FullyShard, HybridShard and Replicate: FSDP2, which averages the gradients of a unit at the end of its backward.
 
 Other gradients are averaged or summed in ``whole_parameters.py``, ``instead_of_fsdp2.py``,
-``step/outside_gradients.py`` and the backward of ``passes/tensor/collectives.py``.
+``step/backward.py`` and the backward of ``passes/tensor/collectives.py``.
 """
 
 from __future__ import annotations
