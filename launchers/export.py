@@ -37,7 +37,7 @@ from meshpar.process.imports import expanded
 from meshpar.training.lora import LoRA, add_adapters, config_of
 from meshpar.training.tokenizer import load_tokenizer
 from meshpar.weights import TypedSource, WeightMap
-from meshpar.weights.adapters import NAME, AdapterFactors, MergedAdapters, PackedAdapterLayer, adapted_layers, base_name
+from meshpar.weights.maps import NAME, AdapterFactors, MergedAdapters, PackedAdapterLayer, adapted_layers, base_name
 
 _GENERATION, _PROCESSORS, _EOS = "generation_config.json", "*processor_config.json", "eos_token_id"
 _IDS = ("bos_token_id", _EOS, "pad_token_id", "decoder_start_token_id")

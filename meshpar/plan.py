@@ -1,18 +1,21 @@
-"""Plan: a mesh and passes; check, apply, describe."""
+"""Plan: a mesh and passes; check, apply, describe, and prove a split without processes."""
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from meshpar._torch.calls import while_lives
 from meshpar._torch.units import Units
@@ -25,8 +28,11 @@ from meshpar.core.passes import Checking, Facts, Guards, Pass, Role
 from meshpar.core.resolved import Resolved, resolve, run_passes
 from meshpar.exchange.ranks import next_number
 from meshpar.guards import make_run
+from meshpar.guards.explain import Explanation
 from meshpar.parallelized import Parallelized
 from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms, prepare
+from meshpar.passes.tensor.collectives import SimulatedGroup, SimulatedRanks
+from meshpar.passes.tensor.context import Context
 from meshpar.process.preview import EndOfPreview, PlannedModel, is_preview, planned_ranks
 from meshpar.same_bits.kernels import fix_kernels
 from meshpar.same_bits.norms import RUNS
@@ -34,9 +40,11 @@ from meshpar.same_bits.problems import bits_problems
 from meshpar.same_bits.trees import SameBits
 from meshpar.state.description import Description, describe
 from meshpar.state.initialize import check_weights
+from meshpar.step.inner_calls import Calls
 from meshpar.step.moment import Guarded
-from meshpar.trials.engine import NOTHING, Verification, report
-from meshpar.trials.proving import prove
+from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed
+from meshpar.trials.engine import NOTHING, Verification, call_with, report
+from meshpar.trials.split import SplitTest
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +251,7 @@ class Plan:
         for pass_ in self.passes:
             for axis in resolved.divided(Role.FEATURES):
                 if pass_.roles.get(axis) == Role.FEATURES:
-                    verification = report(prove(module, pass_, resolved, axis, batch, plan_text=str(self)))
+                    verification = report(_prove(module, pass_, resolved, axis, batch, plan_text=str(self)))
         return verification
 
     def _size(self, world_size: int | None) -> int:
@@ -279,6 +287,65 @@ class Plan:
         with runtime.simulated(size):
             par = self.apply(module, layout, device_type="cpu")
             return describe(module, par.layout, str(self))
+
+
+def _prove(
+    module: nn.Module, pass_: Pass, resolved: Resolved, axis: str, batch: object, *, plan_text: str
+) -> Verification:
+    """Let a pass split copies of ``module``, on the CPU, for the ranks of ``axis``, and try a block of each kind."""
+    size = resolved.spec.axes[axis]
+    with runtime.simulated(size), ExitStack() as stack:
+        mesh = torch.distributed.init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
+        ranks = SimulatedRanks(size)
+        try:
+            copies = [_copy_for_a_rank(module, batch) for _ in range(size)]
+        except CannotCopy as error:
+            return replace(NOTHING, skipped={"": str(error)})
+        for copied, _ in copies:
+            stack.callback(free, copied)
+        installed = (
+            pass_.split(copied, resolved.layout, mesh, SimulatedGroup(ranks, rank), rank)
+            for rank, (copied, _) in enumerate(copies)
+        )
+        contexts: list[Context] = [context for context in installed if context is not None]
+        if not contexts:
+            why = f"the pass that splits axis {axis!r} cannot be tried without processes (Pass.split)"
+            return replace(NOTHING, skipped={"": why})
+
+        def read_whole(name: str) -> Tensor:
+            return module.get_parameter(name).detach()
+
+        def run(rank: int) -> Verification:
+            copied, context = copies[rank][0], contexts[rank]
+            try:
+                test = SplitTest(copied, context, resolved.blocks, read_whole, kept=lambda *_: nullcontext())
+                with test.watch(), torch.enable_grad():
+                    explain = Explanation(copied, plan_text, features=context, unit_pass=None).explained
+                    Calls(copied, explain).explained(call_with, copies[rank], {})
+                return test.run()
+            except BaseException:
+                ranks.barrier.abort()
+                raise
+
+        with undisturbed(module.modules()), ThreadPoolExecutor(size) as pool:
+            futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [future.exception() for future in futures]
+    for raised in sorted(filter(None, errors), key=lambda raised: isinstance(raised, threading.BrokenBarrierError)):
+        raise raised
+    first, *other_ranks = (future.result() for future in futures)
+    more = [
+        difference for other in other_ranks for difference in other.differences if difference not in first.differences
+    ]
+    return replace(first, differences=(*first.differences, *more))
+
+
+def _copy_for_a_rank(module: nn.Module, batch: object) -> tuple[nn.Module, Any]:
+    """Return a copy of a module that shares the memory of its parameters, and one of a batch."""
+    parameters: dict[Tensor, Tensor] = {
+        parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        for parameter in module.parameters()
+    }
+    return copy_block(module, parameters, batch)
 
 
 def lost_replica_problems(passes: Sequence[Pass], spec: MeshSpec, module: nn.Module) -> Iterator[str]:

@@ -35,7 +35,7 @@ from meshpar.state.averaging import Averaged
 from meshpar.step.forward import fact_of
 from meshpar.tensors.placements import local_tensor
 from meshpar.weights import TypedSource, WeightMap
-from meshpar.weights.adapters import NAME, AdapterFactors, MergedAdapters, PackedAdapterLayer, adapted_layers, base_name
+from meshpar.weights.maps import NAME, AdapterFactors, MergedAdapters, PackedAdapterLayer, adapted_layers, base_name
 
 T = TypeVar("T")
 Adapters = Literal["merged", "only"]

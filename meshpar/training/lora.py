@@ -31,7 +31,7 @@ from meshpar.process.imports import need, quiet_imports
 from meshpar.state.initialize import own_init
 from meshpar.tensors.placements import part_like
 from meshpar.weights import Rename, WeightMap, WeightSource, dtypes_of
-from meshpar.weights.adapters import NAME, adapted_layers, base_name
+from meshpar.weights.maps import NAME, adapted_layers, base_name
 
 
 @final

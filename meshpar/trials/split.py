@@ -28,8 +28,8 @@ from meshpar.passes.tensor.random import is_dropout
 from meshpar.step.inner_calls import undo_changes
 from meshpar.tensors.digests import digest, leaves
 from meshpar.tensors.placements import local_tensor, part_like, whole_tensor
-from meshpar.trials import engine
 from meshpar.trials.copies import CannotCopy, Cut, WholeReads, largest, undisturbed, widen
+from meshpar.trials.engine import TOLERANCE, BlockRun, Difference, Verification, device_of, measure, noise, trained
 
 INPUTS = 1 << 26
 """Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have 2x,
@@ -108,11 +108,11 @@ class SplitTest:
         self._units: dict[str, Any] = {
             name: module.get_submodule(name) for name in _one_of_each_kind(module, context, blocks)
         }
-        self._inputs, self._returned = dict[str, _Inputs](), list[engine.Difference]()
+        self._inputs, self._returned = dict[str, _Inputs](), list[Difference]()
 
     @property
     def _device(self) -> torch.device:
-        return engine.device_of(self._module)
+        return device_of(self._module)
 
     def eagerly(self) -> AbstractContextManager[None]:
         """Run the chosen blocks uncompiled; a forward and its backward belong inside together."""
@@ -144,7 +144,7 @@ class SplitTest:
                 size = float((marks.max() - marks.min()) / norms.max())
                 if size > _SAME:
                     what = f"returns other values on each rank (output {number})"
-                    self._returned.append(engine.Difference(module="", what=what, size=size))
+                    self._returned.append(Difference(module="", what=what, size=size))
 
     def _remember(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return hooks before and after a block's first call."""
@@ -160,7 +160,7 @@ class SplitTest:
                 drew = bool(random_state(self._device) != states.pop())
                 depends = drew or self._inputs[name].shortened or (module.training and has_batch_norm(module))
                 if not depends:
-                    self._inputs[name].outputs = [leaf.detach().clone() for leaf in engine.trained(output)]
+                    self._inputs[name].outputs = [leaf.detach().clone() for leaf in trained(output)]
 
         return before, after
 
@@ -195,7 +195,7 @@ class SplitTest:
 
         return hook
 
-    def run(self) -> engine.Verification:
+    def run(self) -> Verification:
         """Try the watched blocks. The ranks of the tensor axis, and those that share its parameters, call it."""
         start, tried, skipped = time.perf_counter(), dict[str, float](), dict[str, str]()
         differences = [*self._returned]
@@ -222,10 +222,10 @@ class SplitTest:
                     "Plan(..., verify=False) after plan.prove(module, batch) of a small model"
                 ) from error
             tried[name] = max(sizes.values(), default=0.0)
-            worst = sorted(((size, what) for what, size in sizes.items() if not size <= engine.TOLERANCE), reverse=True)
-            differences += [engine.Difference(module=name, what=what, size=size) for size, what in worst]
+            worst = sorted(((size, what) for what, size in sizes.items() if not size <= TOLERANCE), reverse=True)
+            differences += [Difference(module=name, what=what, size=size) for size, what in worst]
         seconds = time.perf_counter() - start
-        return engine.Verification(modules=tried, differences=tuple(differences), skipped=skipped, seconds=seconds)
+        return Verification(modules=tried, differences=tuple(differences), skipped=skipped, seconds=seconds)
 
     def _try(self, name: str, inputs: _Inputs) -> tuple[dict[str, float], float]:
         """Return the differences between the split block and the whole one, and of the copy from the block itself."""
@@ -250,7 +250,7 @@ class SplitTest:
             raise _NotTried((failure or "it does not run unsplit on another rank of the axis") + shorter)
         for inner, parameter in parameters.items():
             parts[inner] = _as_split(parameter, parts[inner], cuts[inner], context)
-        with closing(engine.BlockRun(unit, parts, (inputs.args, inputs.kwargs))) as split, self._kept(unit.modules()):
+        with closing(BlockRun(unit, parts, (inputs.args, inputs.kwargs))) as split, self._kept(unit.modules()):
             outputs = split.outputs()
             return self._compare(name, outcome, split, outputs), _off_by(inputs.outputs, outputs)
 
@@ -264,13 +264,13 @@ class SplitTest:
         # around the backward, too, in which a model may recompute
         try:
             with ExitStack() as stack:
-                whole = stack.enter_context(closing(engine.BlockRun(unit, parts, whole_inputs)))
+                whole = stack.enter_context(closing(BlockRun(unit, parts, whole_inputs)))
                 reads.cuts.update({whole.parameters[inner]: cut for inner, cut in cuts.items() if cut})
                 undo_changes(whole.block)
                 for context in (self._kept(unit.modules()), reads.of(whole.block)):
                     stack.enter_context(context)
                 expected = whole.outputs()
-                cotangents = [engine.noise(want.shape, seed).to(want) for seed, want in enumerate(expected)]
+                cotangents = [noise(want.shape, seed).to(want) for seed, want in enumerate(expected)]
                 gradients = whole.gradients(expected, cotangents)
             expected = [tensor.detach() for tensor in expected]
         except CannotCopy as error:
@@ -294,7 +294,7 @@ class SplitTest:
             if not bool((table == table[0]).all()):
                 raise _NotTried("its input is another layer's part of heads or features")
 
-    def _compare(self, name: str, outcome: _Outcome, split: engine.BlockRun, outputs: list[Tensor]) -> dict[str, float]:
+    def _compare(self, name: str, outcome: _Outcome, split: BlockRun, outputs: list[Tensor]) -> dict[str, float]:
         expected, cotangents, wanted = outcome
         context, sizes = self._context, dict[str, float]()
         if len(expected) != len(outputs):
@@ -304,7 +304,7 @@ class SplitTest:
         for number, (have, want, dim) in enumerate(zip(outputs, expected, dims)):
             local = have.to_local() if isinstance(have, DTensor) else have
             whole = local if dim is None else join_chunks(local.detach(), dim, want.shape[dim], context.group)
-            sizes[f"output {number}" if len(outputs) > 1 else "output"] = engine.measure(want, whole)
+            sizes[f"output {number}" if len(outputs) > 1 else "output"] = measure(want, whole)
         parts = [
             cotangent if dim is None else _part_for(have, cotangent.chunk(context.size, dim)[context.rank].contiguous())
             for cotangent, have, dim in zip(cotangents, outputs, dims)
@@ -328,7 +328,7 @@ class SplitTest:
                 gradient = gradient.to_local()
             elif name and context.sequence_parallel and gradient.shape != want.shape:
                 want = want.chunk(context.size, 1)[context.rank]
-            sizes[f"gradient of {inner}"] = engine.measure(want, gradient, engine.TOLERANCE * typical)
+            sizes[f"gradient of {inner}"] = measure(want, gradient, TOLERANCE * typical)
         return sizes
 
 
@@ -336,7 +336,7 @@ class _NotTried(Exception):
     """A block that cannot be tried."""
 
 
-def _compare_masks(name: str, inputs: _Inputs, context: Context) -> Iterator[engine.Difference]:
+def _compare_masks(name: str, inputs: _Inputs, context: Context) -> Iterator[Difference]:
     """Yield dropouts whose masks are alike on ranks with different parts, or differ on ranks with the same."""
     for inner, (x, zeros, count) in sorted(inputs.masks.items()):
         table = gather_values(torch.stack([x, zeros, torch.full_like(x, count)])[None], context.group)
@@ -345,7 +345,7 @@ def _compare_masks(name: str, inputs: _Inputs, context: Context) -> Iterator[eng
             what = "draws other masks on ranks with the same values"
             if same_mask:
                 what = "draws the same mask for parts of different ranks"
-            yield engine.Difference(module=f"{name}.{inner}", what=what, size=1.0)
+            yield Difference(module=f"{name}.{inner}", what=what, size=1.0)
 
 
 def _cut_of(parameter: object, context: Context) -> Cut | None:
@@ -395,7 +395,7 @@ def _off_by(returned: list[Tensor] | None, outputs: list[Tensor]) -> float:
     pairs = [
         (local_tensor(parts_of(want)[0]), local_tensor(parts_of(have)[0])) for want, have in zip(returned, outputs)
     ]
-    return max((engine.measure(want[: len(have)], have) for want, have in pairs if want.ndim > 1), default=0.0)
+    return max((measure(want[: len(have)], have) for want, have in pairs if want.ndim > 1), default=0.0)
 
 
 def _split_dim(have: Tensor, want: Tensor) -> int | None:
