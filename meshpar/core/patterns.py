@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -47,18 +46,6 @@ def covers(pattern: str, name: str) -> bool:
     parts = name.split(".")
     ends = range(1, len(parts) + 1) if "**" in pattern else (pattern.count(".") + 1,)
     return any(matches(pattern, ".".join(parts[:end])) for end in ends)
-
-
-@functools.lru_cache(maxsize=16)
-def modules_around(names: tuple[str, ...], patterns: tuple[str, ...]) -> dict[str, str]:
-    """Return by name the innermost module around it, or itself, that one of ``patterns`` matches."""
-    innermost = dict[str, str]()
-    for name in names:
-        parts = name.split(".")
-        around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        if matching := [prefix for prefix in around if any(matches(pattern, prefix) for pattern in patterns)]:
-            innermost[name] = matching[-1]
-    return innermost
 
 
 def find_modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,6 @@ from functools import reduce
 from typing import Any, final
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from meshpar.core import registry, runtime
@@ -36,7 +35,7 @@ from meshpar.same_bits.trees import SameBits
 from meshpar.state.full import OptimizerStates, refuse_copies
 from meshpar.step.forward import Run, inside_a_call
 from meshpar.step.moment import GradientHooks, Guard, Guarded, LeftGradients, MakesGuards, Moment, UnusedGradients
-from meshpar.tensors.digests import leaves
+from meshpar.tensors.digests import tensors_in
 from meshpar.trials import FirstRuns
 
 
@@ -143,11 +142,7 @@ class WholeSequences(Guard):
                 "loses one label at the end of each part, and its mean covers the part alone; compute the sum of the "
                 "loss from the logits and aligned labels, and multiply it by par.token_scale"
             )
-        ids = (
-            leaf
-            for leaf in leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and leaf.ndim == 2 and not leaf.is_floating_point()
-        )
+        ids = (tensor for tensor in tensors_in((args, kwargs)) if tensor.ndim == 2 and not tensor.is_floating_point())
         length = next((tensor.shape[1] for tensor in ids), None)
         if self._lengths and length is not None and length not in self._lengths:
             raise MeshparError(

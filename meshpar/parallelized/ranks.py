@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, reduce
 from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from meshpar._torch.calls import while_lives
+from meshpar._torch.calls import Undo, while_lives
 from meshpar._torch.groups import share_timeout
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Pass, Role
@@ -23,9 +25,34 @@ from meshpar.passes.tensor import random
 from meshpar.passes.tensor.collectives import gather_partial
 from meshpar.same_bits.trees import SameBits, sum_over, tree_sum
 from meshpar.step.forward import Run
-from meshpar.step.inner_calls import watch_compiled
 
 Values = TypeVar("Values")
+
+
+_COMPILED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def watch_compiled() -> Undo:
+    """Remember what ``torch.compile(module)`` returns."""
+
+    def keep(owner: nn.Module, name: str, child: nn.Module | None) -> None:
+        if name == "_orig_mod" and child is not None:
+            _COMPILED[child] = weakref.ref(owner)
+
+    handle = register_module_module_registration_hook(keep)
+
+    def undo() -> bool:
+        handle.remove()
+        return True
+
+    return undo
+
+
+def compiled_form(module: nn.Module) -> nn.Module:
+    """Return what ``torch.compile(module)`` returned and somebody still has, else the module."""
+    reference = _COMPILED.get(module)
+    form = reference() if reference is not None else None
+    return module if form is None else form
 
 
 class Planned(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar, overload
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role, unmatched
-from meshpar.core.patterns import matches, modules_around
+from meshpar.core.patterns import matches
 from meshpar.losses.token_loss import Found as Losses
 from meshpar.losses.token_loss import Totals
-from meshpar.parallelized.ranks import ModuleOnMesh
+from meshpar.parallelized.ranks import ModuleOnMesh, compiled_form
 from meshpar.passes.pipeline.portion import parameters_elsewhere, tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.waiting import reads_of
@@ -23,7 +23,6 @@ from meshpar.same_bits.gradients import TreeOfGradients
 from meshpar.same_bits.norms import joint_norms
 from meshpar.same_bits.trees import SameBits, tree_sum
 from meshpar.step.gathered_weights import Gathering
-from meshpar.step.inner_calls import compiled_form
 from meshpar.tensors.placements import clip_grad_norms_
 
 Micro = TypeVar("Micro")
@@ -209,7 +208,7 @@ class TrainingSteps(ModuleOnMesh):
         names = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         elsewhere = tensors_elsewhere(self.run).items()
         names |= {name for name, tensor in elsewhere if isinstance(tensor, nn.Parameter)}
-        places = modules_around(tuple(sorted(names)), tuple(modules))
+        places = _modules_around(tuple(sorted(names)), tuple(modules))
         for pattern in modules:
             if not any(matches(pattern, around) for around in places.values()):
                 raise MeshparError(unmatched(f"module {pattern!r}", pattern, self.module))
@@ -259,3 +258,15 @@ class TrainingSteps(ModuleOnMesh):
         parameters = self.module.parameters()
         norms = clip_grad_norms_(parameters, groups, max_norm, norm_type, self.device, stages, rows, len(row), norms)
         return dict(zip(row, norms.unbind(), strict=True))
+
+
+@lru_cache(maxsize=16)
+def _modules_around(names: tuple[str, ...], patterns: tuple[str, ...]) -> dict[str, str]:
+    """Return by name the innermost module around it, or itself, that one of ``patterns`` matches."""
+    innermost = dict[str, str]()
+    for name in names:
+        parts = name.split(".")
+        around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        if matching := [prefix for prefix in around if any(matches(pattern, prefix) for pattern in patterns)]:
+            innermost[name] = matching[-1]
+    return innermost

@@ -25,7 +25,7 @@ from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
 from meshpar.same_bits.trees import average_
 from meshpar.step.moment import Forward, HandsOn, Listeners, Moment
-from meshpar.tensors.digests import leaves
+from meshpar.tensors.digests import tensors_in
 from meshpar.tensors.placements import held_by_this_rank, local_tensor, whole_tensor
 
 
@@ -150,7 +150,7 @@ class Backward:
 
 def trained_outputs(output: object) -> list[Tensor]:
     """Return the tensors of a call's output that want gradients."""
-    return [leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors_in(output, objects=True) if tensor.requires_grad]
 
 
 def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None], *, by_tree: bool) -> None:
@@ -250,7 +250,7 @@ class Entrances:
             if (node := output.grad_fn) is not None:
                 self._exits.add(node._sequence_nr())
         else:
-            self._exits.update(node._sequence_nr() for node in _nodes(leaves(output, objects=True)))
+            self._exits.update(node._sequence_nr() for node in _nodes(tensors_in(output, objects=True)))
 
     def _mark(self, number: int, owner: UnitRun | None) -> None:
         if self._numbers and self._numbers[-1] == number:  # no node came between

@@ -28,7 +28,7 @@ from meshpar.step.gathered_weights import GatheredWeights, Gathering
 from meshpar.step.inner_calls import Calls, Explain
 from meshpar.step.moment import Guarded, HandsOn, Listeners, Moment
 from meshpar.tensors.adafactor import adafactor_by_parts
-from meshpar.tensors.digests import leaves
+from meshpar.tensors.digests import tensors_in
 from meshpar.tensors.placements import sharded_axes
 
 Fact = TypeVar("Fact")
@@ -172,7 +172,7 @@ class Run:
             look(output)
         keeps = self._gathered is not None and self._gathered.keep()
         if not keeps and not torch.is_grad_enabled():
-            self.units.release(leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor))
+            self.units.release(tensors_in(output, objects=True))
         self.units.hide()
         if torch.is_grad_enabled():
             self.backward.after_forward(output)

@@ -14,42 +14,14 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshpar._torch.autograd import in_backward
-from meshpar._torch.calls import Undo, eager
+from meshpar._torch.calls import eager
 from meshpar.core.errors import MeshparError
 from meshpar.process.waiting import reads_of
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 """Names of methods that models publish beside ``forward`` and that enter as it does."""
-
-
-_COMPILED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-
-
-def watch_compiled() -> Undo:
-    """Remember what ``torch.compile(module)`` returns."""
-
-    def keep(owner: nn.Module, name: str, child: nn.Module | None) -> None:
-        if name == "_orig_mod" and child is not None:
-            _COMPILED[child] = weakref.ref(owner)
-
-    handle = register_module_module_registration_hook(keep)
-
-    def undo() -> bool:
-        handle.remove()
-        return True
-
-    return undo
-
-
-def compiled_form(module: nn.Module) -> nn.Module:
-    """Return what ``torch.compile(module)`` returned and somebody still has, else the module."""
-    reference = _COMPILED.get(module)
-    form = reference() if reference is not None else None
-    return module if form is None else form
-
 
 Explain = Callable[[Exception], Exception]
 """Returns the error to raise in the place of one that is handled: itself where its cause is not known."""

@@ -88,6 +88,11 @@ def digest_of(values: object, device: torch.device) -> Tensor:
     return total
 
 
+def tensors_in(values: object, *, objects: bool = False) -> list[Tensor]:
+    """Return the tensors among the :func:`leaves` of values."""
+    return [leaf for leaf in leaves(values, objects=objects) if isinstance(leaf, Tensor)]
+
+
 def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = ()) -> Iterator[Any]:
     """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects`` in their attributes, too."""
     if id(values) in around:

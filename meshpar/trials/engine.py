@@ -15,8 +15,8 @@ from meshpar._torch.autograd import set_recomputed
 from meshpar._torch.calls import uncompiled
 from meshpar._torch.tensors import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
-from meshpar.step.inner_calls import installed
-from meshpar.tensors.digests import leaves
+from meshpar.step.inner_calls import evaluating, installed
+from meshpar.tensors.digests import tensors_in
 from meshpar.trials.copies import copy_block, free, widen
 
 log = logging.getLogger(__name__)
@@ -146,8 +146,7 @@ class BlockRun:
 
 def trained(output: object) -> list[Tensor]:
     """Return the tensors of an output through which gradients come."""
-    tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
-    return [tensor for tensor in tensors if tensor.is_floating_point() and tensor.requires_grad]
+    return [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.requires_grad]
 
 
 def call_with(module: nn.Module, batch: object) -> Any:
@@ -161,26 +160,22 @@ def call_with(module: nn.Module, batch: object) -> Any:
 def as_evaluated(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[set[torch.dtype]]:
     """Let a module run without random numbers, recomputation and compiled blocks; yield the dtypes it computes in."""
     modules = list(module.modules())
-    training = [child for child in modules if child.training]
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if any((changes := installed(child)) is not None and changes.product is not None for child in modules):
         dtypes.add(torch.float8_e4m3fn)
 
     def look(block: nn.Module, args: object) -> None:
-        dtypes.update(leaf.dtype for leaf in leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        dtypes.update(tensor.dtype for tensor in tensors_in(args) if tensor.is_floating_point())
 
     handles = [block.register_forward_pre_hook(look) for block in blocks]
-    with uncompiled(modules):
+    with uncompiled(modules), evaluating(module):
         for child in modules:
-            child.training = False
             set_recomputed(child, False)
         try:
             yield dtypes
         finally:
             for child in modules:
                 set_recomputed(child, True)
-            for child in training:
-                child.training = True
             for handle in handles:
                 handle.remove()
 

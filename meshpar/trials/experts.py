@@ -123,7 +123,7 @@ class ExpertsTest:
         if results is None:
             return
         worst = max(measure(want, have) for want, have in zip(*results, strict=True))
-        worst = float(gather_values(torch.tensor([worst], device=device), self._group).max())
+        worst = largest(worst, device, self._group)
         narrow = not draws.widened and (torch.is_autocast_enabled(device.type) or is_narrow(draws.dtypes))
         if worst > (HALF_TOLERANCE if narrow else TOLERANCE):
             raise ParallelError(

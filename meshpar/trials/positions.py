@@ -16,7 +16,7 @@ from meshpar._torch.tensors import tree_map
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
 from meshpar.passes.positions.parallel import Exchange
-from meshpar.tensors.digests import leaves
+from meshpar.tensors.digests import leaves, tensors_in
 from meshpar.trials.copies import CannotCopy, copied_state, copy_block, free, largest
 from meshpar.trials.engine import TOLERANCE, as_evaluated, device_of, is_narrow, measure
 
@@ -207,15 +207,13 @@ class MixingTest:
 
 def _length(batch: object, dims: int) -> int | None:
     """Return the number of positions of the first tensor with so many dims."""
-    tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
-    return next((tensor.shape[1] for tensor in tensors if tensor.ndim >= dims), None)
+    return next((tensor.shape[1] for tensor in tensors_in(batch) if tensor.ndim >= dims), None)
 
 
 def _hidden(output: object) -> Tensor | None:
     """Return the first floating-point output that has positions: logits (B, L, V)."""
     parts = output if isinstance(output, Tensor | tuple | list | Mapping) else vars(output)
-    tensors = (leaf for leaf in leaves(parts) if isinstance(leaf, Tensor))
-    hidden = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.ndim > 1), None)
+    hidden = next((tensor for tensor in tensors_in(parts) if tensor.is_floating_point() and tensor.ndim > 1), None)
     return hidden.to_local() if isinstance(hidden, DTensor) else hidden
 
 

@@ -26,7 +26,7 @@ from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.random import digest as random_state
 from meshpar.passes.tensor.random import is_dropout
 from meshpar.step.inner_calls import undo_changes
-from meshpar.tensors.digests import digest, leaves
+from meshpar.tensors.digests import digest, leaves, tensors_in
 from meshpar.tensors.placements import local_tensor, part_like, whole_tensor
 from meshpar.trials.copies import CannotCopy, Cut, WholeReads, largest, undisturbed, widen
 from meshpar.trials.engine import TOLERANCE, BlockRun, Difference, Verification, device_of, measure, noise, trained
@@ -286,8 +286,7 @@ class SplitTest:
         """Refuse inputs beside hidden states that differ between ranks, such as an earlier layer's keys."""
         hidden = [*inputs.args[:1], *(inputs.kwargs.get(argument) for argument in self._context.inputs)]
         heads = _local_inputs(name, self._context)
-        shared = leaves((inputs.args, {key: value for key, value in inputs.kwargs.items() if key not in heads}))
-        tensors = [leaf for leaf in shared if isinstance(leaf, Tensor)]
+        tensors = tensors_in((inputs.args, {key: value for key, value in inputs.kwargs.items() if key not in heads}))
         digests = [digest(tensor) for tensor in tensors if all(tensor is not state for state in hidden)]
         if digests:
             table = gather_values(torch.stack(digests)[None], self._context.group)

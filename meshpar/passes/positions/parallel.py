@@ -26,7 +26,7 @@ from meshpar.core.passes import Pass, Role, Stage, unmatched
 from meshpar.core.patterns import find_modules
 from meshpar.passes.tensor.collectives import _all_gather, _all_to_all, _reduce_scatter, link
 from meshpar.step.inner_calls import record, set_forward
-from meshpar.tensors.digests import leaves
+from meshpar.tensors.digests import tensors_in
 
 
 @final
@@ -174,7 +174,7 @@ def _dim_of_positions(value: Tensor, part: int) -> int | None:
 
 def with_positions(batch: object, dim: int) -> list[Tensor]:
     """Return the tensors of a batch that have the dimension of positions, all of one length."""
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > dim]
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim > dim]
     lengths = sorted({tensor.shape[dim] for tensor in tensors})
     if len(lengths) != 1:
         raise MeshparError(
