@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 
 from meshpar.process.secrets import redact
-
-_OURS = ("torch", "meshpar", "contextlib")
 
 
 class MeshparError(Exception):
@@ -79,14 +76,6 @@ def brief(error: BaseException) -> str:
     """Return an error's type and message, redacted, in at most 200 characters: ``repr`` may quote a whole file."""
     text = redact(f"{type(error).__name__}: {error}")
     return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def line_of_user() -> str:
-    """Return file and line of the innermost running code that is neither torch's nor meshpar's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def shown(value: object) -> str:

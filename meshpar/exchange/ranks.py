@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import weakref
 import zlib
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from meshpar._torch.groups import all_gather
 from meshpar.core import runtime
-from meshpar.core.errors import MeshparError, first_line, line_of_user
+from meshpar.core.errors import MeshparError, first_line
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role
 from meshpar.core.patterns import class_name
@@ -133,6 +134,17 @@ def stages_of(resolved: Resolved) -> list[list[int]]:
     return stages
 
 
+_OURS = ("torch", "meshpar", "contextlib")
+
+
+def _line_of_user() -> str:
+    """Return file and line of the innermost running code that is neither torch's nor meshpar's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 @final
 class Ranks:
     """Small exchanges, all of one size, of the ranks with the same layers, through the hosts; each tells its place."""
@@ -168,7 +180,7 @@ class Ranks:
 
     def _all_places(self, place: str) -> str:
         """Return where this rank is, and the others that are elsewhere, each with the line of the user's code."""
-        here = f"{place} (model {self._model}, {line_of_user()})"
+        here = f"{place} (model {self._model}, {_line_of_user()})"
         ranks = dist.get_process_group_ranks(self.hosts)
         places: list[Any] = [here] * len(ranks)
         with suppress(RuntimeError):  # of a rank that met this one by another exchange
@@ -193,7 +205,7 @@ class Ranks:
 
     def _refuse_wait(self, place: str, error: Exception) -> NoReturn:
         raise MeshparError(
-            f"this rank is at {place} ({line_of_user()}), and the other ranks did not come there in time; call the "
+            f"this rank is at {place} ({_line_of_user()}), and the other ranks did not come there in time; call the "
             "module equally often on every rank, in training and in evaluation. The wait ended with: "
             f"{first_line(error)}"
         ) from error

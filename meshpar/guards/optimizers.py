@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, cast, final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshpar._torch.calls import check_empty, check_loads, check_scalers, while_lives
 from meshpar._torch.dtensor import flattens
 from meshpar.core.errors import MeshparError, brief
 from meshpar.core.passes import Role
+from meshpar.step.forward import held_by, holds_some
 from meshpar.step.moment import Guard, Guarded
 from meshpar.tensors.placements import unevenly_split
 
@@ -24,13 +26,24 @@ from meshpar.tensors.placements import unevenly_split
 class Optimizers(Guard):
     """Look at the parameters that an optimizer holds, before each of its steps."""
 
+    _of_stages: Final[weakref.WeakSet[Optimizers]] = weakref.WeakSet()
+
     def __init__(self, guarded: Guarded) -> None:
+        self._module, self._units, self._replaced = guarded.module, guarded.units, guarded.replaced
         self._stages = bool(guarded.resolved.divided(Role.LAYERS))
         self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._replaced = guarded.replaced
+        if self._stages:
+            self._of_stages.add(self)
+            while_lives(guarded.module, "empty optimizers", lambda: check_empty(_refuse_empty))
+            while_lives(guarded.module, "scalers", lambda: check_scalers(_refuse_scaled))
+            while_lives(guarded.module, "optimizers' states", lambda: check_loads(_refuse_loaded))
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer holds parameters of the module."""
+        return holds_some(optimizer, self._module, self._units)
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = held_by(optimizer)
         ids, replaced = set(map(id, parameters)), (reference() for reference in self._replaced)
         if old := sum(id(parameter) in ids for parameter in replaced if parameter is not None):
             raise MeshparError(
@@ -115,3 +128,30 @@ def _tried(optimizer: torch.optim.Optimizer, *, alone: bool) -> list[Tensor]:
                 parameter.grad = None if number and alone else grad
         cast("Any", type(other)).step(other)
     return [group["params"][0].detach() for group in other.param_groups]
+
+
+def _refuse_scaled(optimizer: Optimizer) -> None:
+    if any(guard.holds(optimizer) for guard in list(Optimizers._of_stages)):
+        raise MeshparError(
+            "torch.amp.GradScaler looks for infinite gradients in this stage of pp alone, and the other stages would "
+            "step; scale by meshpar.training.LossScaler"
+        )
+
+
+def _refuse_empty(kind: str) -> None:
+    if Optimizers._of_stages:
+        raise MeshparError(
+            f"{kind} gets no parameters: this stage of pp has none of those that it is to train; pass them as a group, "
+            "which may be empty: [{'params': parameters}]"
+        )
+
+
+def _refuse_loaded(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    stored = [len(group["params"]) for group in state.get("param_groups", ())]
+    fitting = [len(group["params"]) for group in optimizer.param_groups]
+    # torch tells of other groups of as many
+    if sum(stored) != sum(fitting) and any(guard.holds(optimizer) for guard in list(Optimizers._of_stages)):
+        raise MeshparError(
+            f"this optimizer's state is of {sum(stored)} parameters, expected {sum(fitting)}, those of this stage of "
+            "pp; save and restore it by meshpar.checkpoints.CheckpointManager, which any mesh can read"
+        )

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshpar._torch.calls import check_empty, check_loads, check_scalers, while_lives
 from meshpar._torch.simulated_device import without_functions
 from meshpar._torch.tensors import tree_leaves
 from meshpar.core.errors import MeshparError
@@ -240,9 +239,6 @@ class StageNumbers(Guard):
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._living.add(self)
         self._holders, self._marked = self._with_parameters(), list[Tensor]()
-        while_lives(guarded.module, "empty optimizers", lambda: check_empty(_refuse_empty))
-        while_lives(guarded.module, "scalers", lambda: check_scalers(_refuse_scaled))
-        while_lives(guarded.module, "optimizers' states", lambda: check_loads(_refuse_loaded))
         numbers = {parameter: number for number, parameter in enumerate(self._parameters())}
         for parameter, number in numbers.items():
             for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
@@ -317,11 +313,6 @@ class StageNumbers(Guard):
                 "their parts when the backwards have run; change parameter.grad after par.backward"
             )
 
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer holds parameters of the module."""
-        ids = set(map(id, self._parameters()))
-        return any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
-
     def has_memory_of(self, tensors: Iterable[Any]) -> bool:
         """Return whether one of some tensors has the memory of a parameter."""
         with without_functions():
@@ -376,30 +367,3 @@ def _refuse_drawn(who: str) -> NoReturn:
         "par.load_state_dict, or draw by a generator that is seeded for each name: "
         "generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))"
     )
-
-
-def _refuse_scaled(optimizer: Optimizer) -> None:
-    if any(guard.holds(optimizer) for guard in list(StageNumbers._living)):
-        raise MeshparError(
-            "torch.amp.GradScaler looks for infinite gradients in this stage of pp alone, and the other stages would "
-            "step; scale by meshpar.training.LossScaler"
-        )
-
-
-def _refuse_empty(kind: str) -> None:
-    if StageNumbers._living:
-        raise MeshparError(
-            f"{kind} gets no parameters: this stage of pp has none of those that it is to train; pass them as a group, "
-            "which may be empty: [{'params': parameters}]"
-        )
-
-
-def _refuse_loaded(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    stored = [len(group["params"]) for group in state.get("param_groups", ())]
-    fitting = [len(group["params"]) for group in optimizer.param_groups]
-    # torch tells of other groups of as many
-    if sum(stored) != sum(fitting) and any(guard.holds(optimizer) for guard in list(StageNumbers._living)):
-        raise MeshparError(
-            f"this optimizer's state is of {sum(stored)} parameters, expected {sum(fitting)}, those of this stage of "
-            "pp; save and restore it by meshpar.checkpoints.CheckpointManager, which any mesh can read"
-        )

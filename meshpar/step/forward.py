@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from meshpar._torch.autograd import check_backwards, in_backward
 from meshpar._torch.calls import AdafactorOn, adafactor_on, before_steps, eager, enter_by, while_lives
 from meshpar._torch.fsdp import make_ready
-from meshpar._torch.units import is_shard
+from meshpar._torch.units import Units, is_shard
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.registry import layout_for
@@ -102,7 +102,8 @@ class Run:
         if self.calls.depth or in_backward():
             return self.calls.explained(inner, args, kwargs)
         self.calls.depth += 1
-        run_explained, trials = self.calls.explained, self.first_runs
+        trials = self.first_runs
+        run = self.calls.explained if trials is None else functools.partial(trials.run, self.calls.explained)
         gathers = bool(self.units.modules) or (trials is not None and trials.leaves_inference_mode)
         # torch's attention and encoder layers call their parts, as in training, and not a fused kernel
         fast = torch.backends.mha.get_fastpath_enabled()
@@ -111,10 +112,7 @@ class Run:
             with _outside_inference_mode() if gathers and torch.is_inference_mode_enabled() else _AS_IT_IS:
                 self._before_forward(args, kwargs)
                 try:
-                    if trials is None:
-                        output = run_explained(inner, args, kwargs)
-                    else:
-                        output = trials.run(run_explained, inner, args, kwargs)
+                    output = run(inner, args, kwargs)
                 except Exception:
                     self._after_error()
                     raise
@@ -214,10 +212,7 @@ class Run:
 
     def before_step(self, optimizer: Optimizer) -> Optimizer:
         """Look at a step of any optimizer; return what steps: itself, or for Adafactor what knows norms of shards."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        ids = set(map(id, parameters))
-        trained = itertools.chain(self.units.shards(), self.module.parameters())
-        trains = any(id(parameter) in ids for parameter in trained)
+        trains = holds_some(optimizer, self.module, self.units)
         if trains:  # else another model's, which another thread may train while this one is in its backward
             self.backward.unwind()
             if not in_backward():  # whose recomputations read what is registered now
@@ -227,7 +222,7 @@ class Run:
         if not trains:
             return optimizer
         self.backward.entrances.step()
-        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(parameter) for parameter in parameters):
+        if isinstance(optimizer, torch.optim.Adafactor) and any(map(sharded_axes, held_by(optimizer))):
             return adafactor_on(optimizer, adafactor_by_parts)
         return optimizer
 
@@ -261,6 +256,17 @@ class Run:
         yield
         for moment in self.moments:
             moment.after_move()
+
+
+def held_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def holds_some(optimizer: Optimizer, module: nn.Module, units: Units) -> bool:
+    """Return whether an optimizer holds parameters of a module, or their shards while a unit is gathered."""
+    ids = set(map(id, held_by(optimizer)))
+    return any(id(parameter) in ids for parameter in itertools.chain(units.shards(), module.parameters()))
 
 
 _LIVING: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
