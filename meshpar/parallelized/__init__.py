@@ -35,9 +35,9 @@ from meshpar.state.offloading import on_the_host
 from meshpar.step.inner_calls import evaluating
 from meshpar.tensors.digests import digest_of_elements
 from meshpar.tensors.placements import like, sharded_axes, whole
+from meshpar.trials import split_test
 from meshpar.trials.copies import CannotCopy, copied_state
 from meshpar.trials.engine import NOTHING, Verification, call_with, join_stages, report
-from meshpar.trials.split import split_test
 from meshpar.weights import WeightSource
 
 

@@ -249,8 +249,8 @@ class UnusedGradients(Moment):
         ``compares``: refuse ranks that have gradients for other parameters; ``waits``: now, and not the next time.
         """
         if self._sent is not None:
-            sent, self._sent = self._sent, None
-            sent.check()
+            earlier, self._sent = self._sent, None
+            earlier.check()
         zeros = {id(parameter) for parameter in unused}
         if self._ranks is None:
             for parameter in unused:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from meshpar._torch.calls import eager
-from meshpar.core.passes import Role
+from meshpar.core.passes import Facts, Role
+from meshpar.passes.tensor.context import Context
 from meshpar.step.inner_calls import installed
 from meshpar.step.moment import Guarded, Moment
+from meshpar.tensors.placements import whole_tensor
 from meshpar.trials.engine import report
 from meshpar.trials.experts import watch_experts
 from meshpar.trials.positions import MixingTest
-from meshpar.trials.split import SplitTest, split_test
+from meshpar.trials.split import SplitTest
+
+
+def split_test(module: nn.Module, blocks: Sequence[str], device: torch.device, facts: Facts) -> SplitTest | None:
+    """Return the test that compares split blocks with unsplit blocks; None if no features are split."""
+    split = facts.find(Context)
+    if split is None or split.parts == 1:
+        return None
+    return SplitTest(module, split, blocks, lambda name: whole_tensor(module.get_parameter(name)).to(device))
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -13,10 +13,13 @@ from torch import Tensor, nn
 
 from meshpar._torch.autograd import set_recomputed
 from meshpar._torch.calls import uncompiled
+from meshpar._torch.in_parts import parts_of
 from meshpar._torch.tensors import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
+from meshpar.passes.positions.attention import Mask
 from meshpar.step.inner_calls import evaluating, installed
 from meshpar.tensors.digests import tensors_in
+from meshpar.tensors.placements import local_tensor
 from meshpar.trials.copies import copy_block, free, widen
 
 log = logging.getLogger(__name__)
@@ -90,6 +93,56 @@ def join_stages(parts: Sequence[Verification]) -> Verification:
         skipped={name: why for part in parts for name, why in part.skipped.items()},
         seconds=max(part.seconds for part in parts),
     )
+
+
+@final
+@dataclass(slots=True)
+class Inputs:
+    """The inputs of a block's first call, or why they were not kept; its dropout masks; outputs to reproduce."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    rows: int = 1
+    outputs: list[Tensor] | None = None
+    masks: dict[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
+    why: str = ""
+    shortened: bool = False
+
+    def first(self, rows: int) -> Inputs:
+        """Return copies of the first ``rows`` samples."""
+
+        def copy(value: object) -> Any:
+            if isinstance(value, Mask):
+                return value if rows >= self.rows else value.first(rows, value.documents.shape[1])
+            if not isinstance(value, Tensor):
+                # a cache of keys and values, which a block would fill again
+                return None if callable(getattr(value, "update", None)) else value
+            part = value[:rows] if value.ndim > 1 and len(value) == self.rows else value
+            return part.detach().clone().requires_grad_(value.requires_grad)
+
+        return Inputs(tree_map(copy, self.args), tree_map(copy, self.kwargs), rows, shortened=self.shortened)
+
+    def shorten(self, length: int, positions: int) -> Inputs:
+        """Return the first ``positions`` of ``length`` ones; of masks and tables with several times as many, alike."""
+
+        def cut(value: object) -> Any:
+            if isinstance(value, Mask):
+                return value.first(self.rows, value.documents.shape[1] // length * positions)
+            if isinstance(value, Tensor):
+                # the last dim of (B, L, D) is that of features
+                for dim in range(value.ndim - (value.ndim == 3)):
+                    if not value.shape[dim] % length:
+                        value = value.narrow(dim, 0, value.shape[dim] // length * positions)
+            return value
+
+        return Inputs(tree_map(cut, self.args), tree_map(cut, self.kwargs), self.rows, shortened=True)
+
+    def off_by(self, outputs: Sequence[Tensor]) -> float:
+        """Return how far a copy's outputs are from what the block returned, of which the copy got some samples."""
+        if self.outputs is None or len(self.outputs) != len(outputs):
+            return 0.0
+        parts = [[local_tensor(parts_of(tensor)[0]) for tensor in tensors] for tensors in (self.outputs, outputs)]
+        return max((measure(want[: len(have)], have) for want, have in zip(*parts) if want.ndim > 1), default=0.0)
 
 
 @final

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -14,22 +13,30 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar._torch.calls import uncompiled
 from meshpar._torch.in_parts import TensorInParts, parts_of
-from meshpar._torch.tensors import tree_leaves, tree_map
+from meshpar._torch.tensors import tree_leaves
 from meshpar.core.errors import ParallelError
-from meshpar.core.passes import Facts
 from meshpar.core.patterns import kind_of
 from meshpar.passes.data.batch_norm import has_batch_norm
 from meshpar.passes.data.whole_parameters import strides
-from meshpar.passes.positions.attention import Mask
 from meshpar.passes.tensor.collectives import gather_values, join_chunks, take_chunk
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.random import digest as random_state
 from meshpar.passes.tensor.random import is_dropout
 from meshpar.step.inner_calls import undo_changes
 from meshpar.tensors.digests import digest, leaves, tensors_in
-from meshpar.tensors.placements import local_tensor, part_like, whole_tensor
+from meshpar.tensors.placements import local_tensor, part_like
 from meshpar.trials.copies import CannotCopy, Cut, WholeReads, largest, undisturbed, widen
-from meshpar.trials.engine import TOLERANCE, BlockRun, Difference, Verification, device_of, measure, noise, trained
+from meshpar.trials.engine import (
+    TOLERANCE,
+    BlockRun,
+    Difference,
+    Inputs,
+    Verification,
+    device_of,
+    measure,
+    noise,
+    trained,
+)
 
 INPUTS = 1 << 26
 """Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have 2x,
@@ -50,49 +57,6 @@ _Outcome = tuple[list[Tensor], list[Tensor], dict[str, Tensor]]
 
 
 @final
-@dataclass(slots=True)
-class _Inputs:
-    """The inputs of a block's first call, or why they were not kept; its dropout masks; outputs to reproduce."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    rows: int = 1
-    outputs: list[Tensor] | None = None
-    masks: dict[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
-    why: str = ""
-    shortened: bool = False
-
-    def first(self, rows: int) -> _Inputs:
-        """Return copies of the first ``rows`` samples."""
-
-        def copy(value: object) -> Any:
-            if isinstance(value, Mask):
-                return value if rows >= self.rows else value.first(rows, value.documents.shape[1])
-            if not isinstance(value, Tensor):
-                # a cache of keys and values, which a block would fill again
-                return None if callable(getattr(value, "update", None)) else value
-            part = value[:rows] if value.ndim > 1 and len(value) == self.rows else value
-            return part.detach().clone().requires_grad_(value.requires_grad)
-
-        return _Inputs(tree_map(copy, self.args), tree_map(copy, self.kwargs), rows, shortened=self.shortened)
-
-    def shorten(self, length: int, positions: int) -> _Inputs:
-        """Return the first ``positions`` of ``length`` ones; of masks and tables with several times as many, alike."""
-
-        def cut(value: object) -> Any:
-            if isinstance(value, Mask):
-                return value.first(self.rows, value.documents.shape[1] // length * positions)
-            if isinstance(value, Tensor):
-                # the last dim of (B, L, D) is that of features
-                for dim in range(value.ndim - (value.ndim == 3)):
-                    if not value.shape[dim] % length:
-                        value = value.narrow(dim, 0, value.shape[dim] // length * positions)
-            return value
-
-        return _Inputs(tree_map(cut, self.args), tree_map(cut, self.kwargs), self.rows, shortened=True)
-
-
-@final
 class SplitTest:
     """Tries one block of each kind of a split module; ``kept`` puts back what copies share, around each run."""
 
@@ -108,7 +72,7 @@ class SplitTest:
         self._units: dict[str, Any] = {
             name: module.get_submodule(name) for name in _one_of_each_kind(module, context, blocks)
         }
-        self._inputs, self._returned = dict[str, _Inputs](), list[Difference]()
+        self._inputs, self._returned = dict[str, Inputs](), list[Difference]()
 
     @property
     def _device(self) -> torch.device:
@@ -164,7 +128,7 @@ class SplitTest:
 
         return before, after
 
-    def _short(self, args: Any, kwargs: Any, *, whole: bool) -> _Inputs:
+    def _short(self, args: Any, kwargs: Any, *, whole: bool) -> Inputs:
         """Return a copy of a block's inputs, or of their first samples. Every rank of the axis calls it."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         rows = next((len(tensor) for tensor in tensors if tensor.ndim > 1), 1)
@@ -172,12 +136,12 @@ class SplitTest:
         counts = torch.tensor([[sum(map(Tensor.numel, tensors)) - samples, samples]], device=self._device)
         counts = gather_values(counts, self._context.group).amax(0) * (1 if whole else self._context.size)
         fixed, samples = map(int, counts)
-        inputs, chosen = _Inputs(args, kwargs, rows), max(1, min(rows, rows * INPUTS // max(1, fixed + samples)))
+        inputs, chosen = Inputs(args, kwargs, rows), max(1, min(rows, rows * INPUTS // max(1, fixed + samples)))
         if (elements := fixed + samples * chosen // max(1, rows)) > 2 * INPUTS:
             sequences = [tensor for tensor in tensors if tensor.ndim == (3 if tensor.is_floating_point() else 2)]
             if not sequences:
                 limit = f"expected at most {2 * INPUTS:,}; {_SHORTER}"
-                return _Inputs(why=f"its input has {elements:,} elements in one sample, {limit}")
+                return Inputs(why=f"its input has {elements:,} elements in one sample, {limit}")
             length = sequences[0].shape[1]
             positions = max(1, length * INPUTS // elements)
             inputs = inputs.shorten(length, max(positions // _TILE * _TILE, min(positions, _TILE)))
@@ -185,7 +149,7 @@ class SplitTest:
 
     def _remember_mask(self, name: str, inner: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            masks = self._inputs.setdefault(name, _Inputs()).masks
+            masks = self._inputs.setdefault(name, Inputs()).masks
             if inner not in masks and isinstance(output, Tensor) and not isinstance(output, TensorInParts):
                 x = args[0].detach()
                 zeros = (output.detach() == 0) & (x != 0)
@@ -224,10 +188,10 @@ class SplitTest:
             tried[name] = max(sizes.values(), default=0.0)
             worst = sorted(((size, what) for what, size in sizes.items() if not size <= TOLERANCE), reverse=True)
             differences += [Difference(module=name, what=what, size=size) for size, what in worst]
-        seconds = time.perf_counter() - start
-        return Verification(modules=tried, differences=tuple(differences), skipped=skipped, seconds=seconds)
+        took = time.perf_counter() - start
+        return Verification(modules=tried, differences=tuple(differences), skipped=skipped, seconds=took)
 
-    def _try(self, name: str, inputs: _Inputs) -> tuple[dict[str, float], float]:
+    def _try(self, name: str, inputs: Inputs) -> tuple[dict[str, float], float]:
         """Return the differences between the split block and the whole one, and of the copy from the block itself."""
         unit, context = self._units[name], self._context
         parameters = dict(unit.named_parameters())
@@ -252,10 +216,10 @@ class SplitTest:
             parts[inner] = _as_split(parameter, parts[inner], cuts[inner], context)
         with closing(BlockRun(unit, parts, (inputs.args, inputs.kwargs))) as split, self._kept(unit.modules()):
             outputs = split.outputs()
-            return self._compare(name, outcome, split, outputs), _off_by(inputs.outputs, outputs)
+            return self._compare(name, outcome, split, outputs), inputs.off_by(outputs)
 
     def _run_whole(
-        self, name: str, parts: Mapping[str, Tensor], cuts: Mapping[str, Cut | None], inputs: _Inputs
+        self, name: str, parts: Mapping[str, Tensor], cuts: Mapping[str, Cut | None], inputs: Inputs
     ) -> tuple[int, str, _Outcome]:
         """Run a block as it was written: return an error's code, the same on all ranks, its text, and the results."""
         expected, cotangents, gradients, code, failure = list[Tensor](), list[Tensor](), dict[str, Tensor](), 0, ""
@@ -282,7 +246,7 @@ class SplitTest:
         code = reads.failed_elsewhere or int(largest(code, self._device, self._context.group))
         return code, failure, (expected, cotangents, gradients)
 
-    def _refuse_split_inputs(self, name: str, inputs: _Inputs) -> None:
+    def _refuse_split_inputs(self, name: str, inputs: Inputs) -> None:
         """Refuse inputs beside hidden states that differ between ranks, such as an earlier layer's keys."""
         hidden = [*inputs.args[:1], *(inputs.kwargs.get(argument) for argument in self._context.inputs)]
         heads = _local_inputs(name, self._context)
@@ -304,10 +268,7 @@ class SplitTest:
             local = have.to_local() if isinstance(have, DTensor) else have
             whole = local if dim is None else join_chunks(local.detach(), dim, want.shape[dim], context.group)
             sizes[f"output {number}" if len(outputs) > 1 else "output"] = measure(want, whole)
-        parts = [
-            cotangent if dim is None else _part_for(have, cotangent.chunk(context.size, dim)[context.rank].contiguous())
-            for cotangent, have, dim in zip(cotangents, outputs, dims)
-        ]
+        parts = [_part_of(*pair, context) for pair in zip(cotangents, outputs, dims)]
         is_no_part = any(local_tensor(part).shape != local_tensor(have).shape for part, have in zip(parts, outputs))
         if largest(is_no_part, self._device, context.group):
             shapes = f"{tuple(outputs[0].shape)}, which is no rank's part of {tuple(expected[0].shape)}"
@@ -335,7 +296,7 @@ class _NotTried(Exception):
     """A block that cannot be tried."""
 
 
-def _compare_masks(name: str, inputs: _Inputs, context: Context) -> Iterator[Difference]:
+def _compare_masks(name: str, inputs: Inputs, context: Context) -> Iterator[Difference]:
     """Yield dropouts whose masks are alike on ranks with different parts, or differ on ranks with the same."""
     for inner, (x, zeros, count) in sorted(inputs.masks.items()):
         table = gather_values(torch.stack([x, zeros, torch.full_like(x, count)])[None], context.group)
@@ -370,7 +331,7 @@ def _local_inputs(name: str, context: Context) -> set[str]:
     return {argument for region in regions for argument in region.local_inputs}
 
 
-def _join_inputs(name: str, inputs: _Inputs, context: Context) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _join_inputs(name: str, inputs: Inputs, context: Context) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the inputs of one process: whole along the sequence, with all heads where ranks have some."""
     args, kwargs = list(inputs.args), dict(inputs.kwargs)
     whole: list[tuple[Any, Any]] = [(kwargs, key) for key in sorted(_local_inputs(name, context).intersection(kwargs))]
@@ -387,16 +348,6 @@ def _join_inputs(name: str, inputs: _Inputs, context: Context) -> tuple[tuple[An
     return tuple(args), kwargs
 
 
-def _off_by(returned: list[Tensor] | None, outputs: list[Tensor]) -> float:
-    """Return how far a copy's outputs are from what the block itself returned, of which the copy got some samples."""
-    if returned is None or len(returned) != len(outputs):
-        return 0.0
-    pairs = [
-        (local_tensor(parts_of(want)[0]), local_tensor(parts_of(have)[0])) for want, have in zip(returned, outputs)
-    ]
-    return max((measure(want[: len(have)], have) for want, have in pairs if want.ndim > 1), default=0.0)
-
-
 def _split_dim(have: Tensor, want: Tensor) -> int | None:
     """Return the dim along which an output of the split block is a part of the whole one's."""
     if isinstance(have, DTensor):
@@ -406,13 +357,17 @@ def _split_dim(have: Tensor, want: Tensor) -> int | None:
     return differing[0] if len(differing) == 1 and have.ndim == want.ndim else None
 
 
+def _part_of(cotangent: Tensor, have: Tensor, dim: int | None, context: Context) -> Tensor:
+    """Return the part of a whole output's gradient that this rank's output gets."""
+    if dim is None:
+        return cotangent
+    part = cotangent.chunk(context.size, dim)[context.rank].contiguous()
+    return part_like(part, have) if isinstance(have, DTensor) else part
+
+
 def _join_own(have: Tensor, dim: int | None) -> Tensor:
     """Return the parts of this rank joined along the dim in which they are parts of the whole."""
     return torch.cat(have.parts, dim) if isinstance(have, TensorInParts) and dim is not None else parts_of(have)[0]
-
-
-def _part_for(like: Tensor, part: Tensor) -> Tensor:
-    return part_like(part, like) if isinstance(like, DTensor) else part
 
 
 def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]) -> Iterator[str]:
@@ -435,11 +390,3 @@ def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]
             kinds.setdefault(kind_of(module.get_submodule(name), number, styled), name)
     yield from kinds.values()
     yield from alone
-
-
-def split_test(module: nn.Module, blocks: Sequence[str], device: torch.device, facts: Facts) -> SplitTest | None:
-    """Return the test that compares split blocks with unsplit blocks; None if no features are split."""
-    split = facts.find(Context)
-    if split is None or split.parts == 1:
-        return None
-    return SplitTest(module, split, blocks, lambda name: whole_tensor(module.get_parameter(name)).to(device))

@@ -17,8 +17,8 @@ from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError
 from meshpar.passes.positions.attention import Mask, documents
 from meshpar.tensors.digests import leaves
 from meshpar.testing import assert_parity, on_ranks, token_steps
-from meshpar.trials import copies
-from meshpar.trials.split import _Inputs, split_test
+from meshpar.trials import copies, split_test
+from meshpar.trials.engine import Inputs
 from tests.accelerator.simulated import without_guards
 from tests.support.comparison import assert_gradients, gradients
 from tests.support.loop_habits import OutOfMemory
@@ -439,7 +439,7 @@ def test_a_block_whose_sample_is_too_large_is_tried_on_its_first_positions(seque
 def test_masks_and_tables_are_cut_with_the_positions_and_rows_of_a_sample():
     mask = Mask(documents(torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1)), blocks=object())
     args = torch.zeros(2, 8, 8), mask, torch.zeros(2, 1, 8, 8), torch.zeros(8, 3), torch.zeros(1, 16)
-    inputs = _Inputs(args, {}, 2).shorten(8, 4).first(1)
+    inputs = Inputs(args, {}, 2).shorten(8, 4).first(1)
     shapes = [tuple(getattr(value, "documents", value).shape) for value in inputs.args]
     assert shapes == [(1, 4, 8), (1, 4), (1, 1, 4, 4), (4, 3), (1, 8)]
     assert inputs.args[1].blocks is None and inputs.args[1].documents.tolist() == [[0, 0, 0, 1]]
