@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import TypeVar, overload
 
@@ -43,11 +44,7 @@ class TrainingSteps(ModuleOnMesh):
                 reduces over ``dp_replicate`` once, except with ``optimizer="world"``, which then keeps slices of the
                 shards only.
         """
-        if axes := self.resolved.divided(Role.LAYERS):
-            raise MeshparError(
-                f"par.accumulate needs every layer on every rank, and {axes[0]} divides them; run a step by "
-                "par.backward(micro_batches, loss)"
-            )
+        self._need_layers("par.accumulate")
         waiting: list[Micro] = []
         reduce = partial(self._reduces, reduce_each)
         whole = False
@@ -68,6 +65,35 @@ class TrainingSteps(ModuleOnMesh):
             reduce(last=True)
             if not whole:
                 self.run.leave_step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the gradients of the block's backward on this rank; the first backward after it reduces them, too.
+
+        For a trainer that learns of each micro-batch, when it comes, whether it is the last of a step.
+        :meth:`accumulate` does the same for all micro-batches of a step.
+
+        Collective: every rank enters it.
+        """
+        self._need_layers("par.no_sync")
+        whole = False
+        self._agree_on_rest(2)
+        self._reduces(always=False, last=False)
+        try:
+            yield
+            self._agree_on_rest(1)
+            whole = True
+        finally:
+            self._reduces(always=False, last=True)
+            if not whole:
+                self.run.leave_step()
+
+    def _need_layers(self, method: str) -> None:
+        if axes := self.resolved.divided(Role.LAYERS):
+            raise MeshparError(
+                f"{method} needs every layer on every rank, and {axes[0]} divides them; run a step by "
+                "par.backward(micro_batches, loss)"
+            )
 
     def _abandon(self, reduces: Callable[[bool], None]) -> None:
         """Leave a step in which ranks have different parts of the gradients."""

@@ -1,5 +1,6 @@
 """The known traps of torch, each with a test that fails without its cure."""
 
+import contextlib
 import copy
 import gc
 import math
@@ -687,6 +688,27 @@ def test_no_sync_names_accumulate_which_is_exact():
             par.module.no_sync()
         steps(par.module, [x[par.data_rank :: 2] for x in micros], par.accumulate)
         assert_weights(par, alone)
+
+
+@on_ranks(2)
+def test_what_a_block_of_no_sync_leaves_is_reduced_after_it_or_refused_where_an_error_ends_it():
+    alone, micros = _linear(), torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(0))
+    (alone(micros.flatten(0, 1)).square().mean()).backward()
+    for mesh, passes in (("dp_shard=2", [FullyShard()]), ("dp_replicate=2", [Replicate()])):
+        par = Plan(mesh, passes).apply(_linear())
+        optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+        parts = [x[par.data_rank :: 2] for x in micros]
+        with pytest.raises(ZeroDivisionError), par.no_sync():
+            par.module(parts[0]).sum().backward()
+            raise ZeroDivisionError
+        with pytest.raises(MeshparError, match="was left before its last micro-batch"):
+            optimizer.step()
+        optimizer.zero_grad()
+        for number, part in enumerate(parts):
+            with par.no_sync() if number < 3 else contextlib.nullcontext():
+                (par.module(part).square().mean() / len(parts)).backward()
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(whole(par.module.get_parameter(name).grad), parameter.grad)
 
 
 def _linear():

@@ -196,7 +196,7 @@ ROWS = [
     )
     .refuses(lambda: sparse_gradient(True))
     .helps("use SparseAdam", sparse_adam),
-    TwoRanks("par.accumulate needs every layer on every rank, and {} divides them")
+    TwoRanks("{} needs every layer on every rank, and {} divides them")
     .refuses(lambda: list(Plan("pp=2", [PipelineParallel()]).apply(made(Line), LINE).accumulate(MICRO)))
     .helps("run a step by par.backward(micro_batches, loss)", staged),
     TwoRanks("{} have other names or dtypes on ranks {} than on rank 0")

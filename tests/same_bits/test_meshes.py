@@ -1,5 +1,6 @@
 """The same bits on every mesh: losses, gradients, norms, weights and optimizer state equal one process's, bit by bit."""
 
+import contextlib
 import functools
 
 import pytest
@@ -161,8 +162,10 @@ def train(mesh, passes, *, model="transformer", build=None, optimizer="adamw", s
         scale = par.token_scale(sum(int((batch["labels"] != -100).sum()) for batch in batches))
         loss = functools.partial(scaled_loss, loss_sum, scale)
         if by_hand:
-            for batch in par.accumulate(batches):
-                loss(par.module, batch).backward()
+            for number, batch in enumerate(batches if by_hand == "no_sync" else par.accumulate(batches)):
+                more = by_hand == "no_sync" and number + 1 < len(batches)
+                with par.no_sync() if more else contextlib.nullcontext():
+                    loss(par.module, batch).backward()
         else:
             results[f"loss {step}"] = par.data_sum(par.backward(batches, loss)) / par.loss_size
         named = par.module.named_parameters()
@@ -306,8 +309,9 @@ def test_float8_scales_a_micro_batch_alike_on_every_mesh(recipe, one_process):
     assert_same_bits("dp_shard=2", [float8, FullyShard()], one_process("", (float8,)), {})
 
 
-def test_a_loop_over_accumulate_has_the_bits_of_backward(one_process):
-    assert_same_bits("dp_shard=2", [FullyShard()], one_process(), {"by_hand": True})
+@pytest.mark.parametrize("loop", ["accumulate", "no_sync"])
+def test_a_loop_by_hand_has_the_bits_of_backward(loop, one_process):
+    assert_same_bits("dp_shard=2", [FullyShard()], one_process(), {"by_hand": loop})
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
