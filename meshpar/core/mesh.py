@@ -214,13 +214,13 @@ class MeshSpec:
         inner = math.prod(self.axes[name] for name in names[names.index(axis) :])
         return self.axes[axis] > 1 and (inner > self.ranks_per_node or self.ranks_per_node % inner != 0)
 
-    def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Return the ranks of each group of an axis, sorted by the first rank. The spec must be resolved."""
-        names = list(self.axes)
-        size = self.axes[axis]
-        stride = math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
-        firsts = [rank for rank in range(self.size) if rank // stride % size == 0]
-        return [tuple(range(first, first + size * stride, stride)) for first in firsts]
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Return the ranks of each group that differ on ``axes`` alone, sorted by the first rank. Resolve the spec."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            elsewhere = tuple(index for axis, index in self.coordinates(rank).items() if axis not in axes)
+            groups.setdefault(elsewhere, []).append(rank)
+        return [tuple(ranks) for ranks in groups.values()]
 
     def build(self, device_type: str, *, own: bool = False) -> DeviceMesh:
         """Return the DeviceMesh of a resolved spec. Ranks are numbered row-major over the axes.

@@ -139,7 +139,7 @@ def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TI
     except GeneratorExit as error:  # without a caller's traceback: nobody has the object of an entered block any more
         lost = error.__traceback__ is not None and error.__traceback__.tb_next is None
         if lost:
-            atexit.register(_close)
+            atexit.register(close_group)
         raise
     except BaseException as error:
         seen_at(error)  # without the group the other ranks fail
@@ -147,7 +147,7 @@ def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TI
         raise
     finally:
         if not lost:
-            _close()
+            close_group()
 
 
 def init(device_type: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
@@ -182,10 +182,11 @@ def _leave() -> None:
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         with suppress(RuntimeError):
             dist.monitored_barrier(hosts(), timedelta(seconds=_LEAVES_S))
-    _close()
+    close_group()
 
 
-def _close() -> None:
+def close_group() -> None:
+    """Close the process group, if one is open, after what garbage still holds of it: gloo's threads could abort."""
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

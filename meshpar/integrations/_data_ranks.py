@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshpar import MeshparError, Plan, Role
+from meshpar.core.passes import axes_of
+from meshpar.integrations._shared import number_samples
 
 
 @final
@@ -35,36 +37,27 @@ class DataRanks:
     @staticmethod
     def of(plans: list[Plan], timeout: timedelta) -> DataRanks:
         """Return the ranks that get different samples under every plan. Collective."""
-        world = dist.get_world_size()
-        samples, elsewhere = [], []
         for plan in plans:
-            spec = plan.resolve(world)
-            roles = {axis: role for pass_ in plan.passes for axis, role in pass_.roles.items() if axis in spec.axes}
             for role, what in ((Role.LAYERS, "layers"), (Role.POSITIONS, "positions of a sequence")):
                 if (axis := find_axis(plan, role)) is not None:
                     raise MeshparError(
-                        f"the plan {plan} divides {what} over {axis}={spec.axes[axis]}, and a script for accelerate "
-                        "calls its model with whole sequences and every layer; use dp_replicate, dp_shard, ep or tp"
+                        f"the plan {plan} divides {what} over {axis}, and a script for accelerate calls its model with "
+                        "whole sequences and every layer; use dp_replicate, dp_shard, ep or tp"
                     )
-            axes = [axis for axis in spec.axes if roles.get(axis) is Role.SAMPLES]
-            ranks = [spec.coordinates(rank) for rank in range(spec.size)]
-            samples.append([tuple(rank[axis] for axis in axes) for rank in ranks])
-            elsewhere.append([tuple(rank[axis] for axis in spec.axes if axis not in axes) for rank in ranks])
-        if any(_numbers(other) != _numbers(samples[0]) for other in samples):
+        numbers, *more_numbers = map(number_samples, plans)
+        if any(other != numbers for other in more_numbers):
+            sizes = " and ".join(str(max(ranks) + 1) for ranks in (numbers, *more_numbers))
             raise MeshparError(
-                f"plan= divides samples over {' and '.join(str(len(set(ranks))) for ranks in samples)} ranks, and one "
-                "loader feeds all models; use meshes whose data axes have the same sizes"
+                f"plan= divides samples over {sizes} ranks, and one loader feeds all models; use meshes whose data "
+                "axes have the same sizes"
             )
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, place_elsewhere in enumerate(elsewhere[0]):
-            groups.setdefault(place_elsewhere, []).append(rank)
-        numbers = _numbers(samples[0])
-        size, rank = max(numbers) + 1, numbers[dist.get_rank()]
-        group: Any = dist.group.WORLD
-        if size < world:
-            group, _ = dist.new_subgroups_by_enumeration(list(groups.values()), timeout=timeout)
+        size, group = max(numbers) + 1, dist.group.WORLD
+        if size < len(numbers):
+            spec = plans[0].resolve(len(numbers))
+            samples = axes_of(plans[0].passes, spec, Role.SAMPLES)
+            group, _ = dist.new_subgroups_by_enumeration(list(map(list, spec.groups(*samples))), timeout=timeout)
         first_ranks = [numbers.index(number) for number in range(size)]
-        return DataRanks(size=size, rank=rank, group=group, first_ranks=first_ranks)
+        return DataRanks(size=size, rank=numbers[dist.get_rank()], group=group, first_ranks=first_ranks)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Join the ranks' tensors along dim 0."""
@@ -93,15 +86,8 @@ class DataRanks:
 
 def find_axis(plan: Plan, role: Role) -> str | None:
     """Return the first axis with several ranks and this role."""
-    sizes = plan.resolve(dist.get_world_size()).axes
-    axes = (axis for pass_ in plan.passes for axis, role_of_axis in pass_.roles.items() if role_of_axis is role)
-    return next((axis for axis in axes if sizes.get(axis, 1) > 1), None)
-
-
-def _numbers(samples: list[tuple[int, ...]]) -> list[int]:
-    """Return the index of each rank's samples, in the order of the ranks."""
-    order = {sample: number for number, sample in enumerate(dict.fromkeys(samples))}
-    return [order[sample] for sample in samples]
+    spec = plan.resolve(dist.get_world_size())
+    return next((axis for axis in axes_of(plan.passes, spec, role) if spec.axes[axis] > 1), None)
 
 
 class DataRankAccelerator(PlainAccelerator):

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from meshpar import MeshparError
+from meshpar.integrations._shared import whole_states
 from meshpar.integrations._trainer import TrainerOnMesh, has_step
 
 _LOSSES = ("MultipleNegativesRankingLoss", "CosineSimilarityLoss")
@@ -63,16 +63,9 @@ class SentenceTrainerOnMesh(TrainerOnMesh):
             self.is_fsdp_enabled = before
 
     def _export(self, folder: Path) -> None:
-        whole = self._par.state_dict(full=True)
-        if not self.args.should_save:
-            return
-        with ExitStack() as stack:
-            for name, module in self.model.named_modules():
-                prefix = f"{name}." if name else ""
-                part = {key.removeprefix(prefix): value for key, value in whole.items() if key.startswith(prefix)}
-                vars(module)["state_dict"] = lambda *_, part=part, **__: part
-                stack.callback(vars(module).pop, "state_dict")
-            type(self.model).save_pretrained(self.model, str(folder))
+        with whole_states([self._par]):
+            if self.args.should_save:
+                self.model.save_pretrained(str(folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not has_step(resume_from_checkpoint):

@@ -1,4 +1,4 @@
-"""Shared by several trainers: optimizers and averages that follow parameters to the mesh, and weights that leave it."""
+"""Shared by several trainers: plans, parameters that optimizers and averages follow to the mesh, and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshpar import MeshparError, ModelLayout, Parallelized, Plan
-from meshpar.checkpoints import export_module
+from meshpar import MeshparError, ModelLayout, Parallelized, Plan, Role, passes_for
+from meshpar.checkpoints import CheckpointManager, export_module
+from meshpar.core.passes import axes_of
+from meshpar.process.preview import PlannedModel
+from meshpar.state.full import place_optimizer_state
+
+AnyPlan = Plan | str | Mapping[str, Plan | str]
+AnyLayout = ModelLayout | Mapping[str, ModelLayout] | None
 
 _DEPTH = 4
 """How deep an optimizer's attributes are searched for parameters that it keeps outside of its groups."""
@@ -28,6 +34,56 @@ class _Replaced(NamedTuple):
     parameter: weakref.ref[Tensor]
     module: nn.Module
     name: str
+
+
+@final
+class Plans:
+    """The arguments ``plan`` and ``layout``: of every model, or of each by name."""
+
+    def __init__(self, plan: AnyPlan, layout: AnyLayout) -> None:
+        self.of_every, self._layout = not isinstance(plan, Mapping), layout
+        self.by_name = {name: as_plan(value) for name, value in ({"": plan} if self.of_every else dict(plan)).items()}
+
+    @property
+    def all(self) -> list[Plan]:
+        return list(self.by_name.values())
+
+    def named(self, name: str, module: nn.Module) -> PlannedModel:
+        """Return the plan of a model by its name."""
+        layout = self._layout.get(name) if isinstance(self._layout, Mapping) else self._layout
+        return PlannedModel(name=name, plan=self.by_name["" if self.of_every else name], module=module, layout=layout)
+
+    def numbered(self, number: int, module: nn.Module) -> PlannedModel:
+        """Return the plan of the model that is prepared after ``number`` others."""
+        if self.of_every:
+            return self.named(f"model_{number}" if number else "model", module)
+        if number >= len(self.by_name):
+            raise MeshparError(
+                f"{type(module).__name__} is model {number + 1}, and plan= has {len(self.by_name)}: "
+                f"{', '.join(self.by_name)}; give plan= a name and a plan for each model, in the order of the script"
+            )
+        return self.named(list(self.by_name)[number], module)
+
+
+def as_plan(plan: object) -> Plan:
+    """Return a plan, or that of a mesh's text with the passes that it usually wants."""
+    if isinstance(plan, str):
+        return Plan(plan, passes_for(plan))
+    if not isinstance(plan, Plan):
+        raise MeshparError(
+            f'plan is {plan!r}; expected a Plan or the text of a mesh: pass "dp_shard=2", or '
+            'meshpar.Plan("dp_shard=2", [meshpar.FullyShard()])'
+        )
+    return plan
+
+
+def number_samples(plan: Plan) -> list[int]:
+    """Return the index of each rank's samples, in the order of the ranks; ranks of ``tp`` have the same."""
+    spec = plan.resolve(dist.get_world_size())
+    axes = axes_of(plan.passes, spec, Role.SAMPLES)
+    samples = [tuple(spec.coordinates(rank)[axis] for axis in axes) for rank in range(spec.size)]
+    order = {sample: number for number, sample in enumerate(dict.fromkeys(samples))}
+    return [order[sample] for sample in samples]
 
 
 @final
@@ -78,7 +134,9 @@ class ReplacedParameters:
                     "models on the mesh alone: make them parameters of a model before a plan is applied to it"
                 )
             for entry, values in state:
-                optimizer.state[_parameter_now(entry)] = _moved_state(kind, entry, values, by_module[entry.module])
+                _check_state(kind, entry, values)
+                optimizer.state[_parameter_now(entry)] = values
+            place_optimizer_state(optimizer)
             if (attribute := self._kept_outside(optimizer)) is not None:
                 raise MeshparError(
                     f"{kind} keeps parameters of before in its attribute {attribute!r}, which cannot be moved to the "
@@ -115,32 +173,34 @@ def _parameter_now(entry: _Replaced | Tensor) -> Tensor:
     return entry.module.get_parameter(entry.name) if isinstance(entry, _Replaced) else entry
 
 
-def _moved_state(kind: str, entry: _Replaced, values: Any, par: Parallelized) -> Any:
-    """Return the state of one parameter with each tensor of the parameter's shape placed as the parameter is."""
-    parameter, moved = _parameter_now(entry), {}
-    for key, value in dict(values).items():
-        if isinstance(value, Tensor) and value.shape != parameter.shape and value.numel() > 1:
+def _check_state(kind: str, entry: _Replaced, values: Mapping[str, Any]) -> None:
+    """Refuse state of one parameter that has another shape, and so no part for each rank."""
+    shape = tuple(_parameter_now(entry).shape)
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.numel() > 1 and value.shape != shape:
             raise MeshparError(
-                f"{kind}'s {key!r} of {entry.name} has shape {tuple(value.shape)} and the parameter "
-                f"{tuple(parameter.shape)}, so the state cannot be moved to the mesh; expected one value for each "
-                "element: put the optimizer on the mesh before its first step"
+                f"{kind}'s {key!r} of {entry.name} has shape {tuple(value.shape)} and the parameter {shape}, so the "
+                "state cannot be moved to the mesh; expected one value for each element: put the optimizer on the mesh "
+                "before its first step"
             )
-        moved[key] = place(par, parameter, value)
-    return moved
 
 
 @contextmanager
 def whole_states(pars: Sequence[Parallelized]) -> Iterator[list[dict[str, Any]]]:
-    """Let ``state_dict()`` of modules give whole tensors, on rank 0, in the block. Collective: every rank enters it."""
+    """Let ``state_dict()`` of modules and their parts give whole tensors, on rank 0, in the block. Collective."""
     states = [par.state_dict(full=True) for par in pars]
     with ExitStack() as stack:
         stack.callback(states.clear)
         for par, state in zip(pars, states, strict=True):
-            module: Any = par.module
-            stack.callback(setattr, module, "state_dict", module.state_dict)
-            module.state_dict = lambda *_, state=state, **__: state
-            stack.callback(_WHOLE.discard, module)
-            _WHOLE.add(module)
+            stack.callback(_WHOLE.discard, par.module)
+            _WHOLE.add(par.module)
+            for name, module in par.module.named_modules():
+                prefix = f"{name}." if name else ""
+                part = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+                attributes = vars(module)
+                stack.callback(attributes.update, {key: attributes[key] for key in ["state_dict"] if key in attributes})
+                stack.callback(attributes.pop, "state_dict")
+                attributes["state_dict"] = lambda *_, part=part, **__: part
         yield states
 
 
@@ -163,18 +223,34 @@ def save_whole(par: Parallelized) -> None:
     module.save_pretrained = save_pretrained
 
 
-def apply_plan(plan: Plan, module: nn.Module, layout: ModelLayout | None, device: torch.device) -> Parallelized:
+def apply_plan(model: PlannedModel, device: torch.device) -> Parallelized:
     """Apply a plan; the class, which FSDP2 replaces, keeps the name that libraries ask for and write into exports."""
-    before = type(module)
-    par = plan.apply(module, layout, device_type=device.type)
-    if (now := type(module)) is not before:
+    before = type(model.module)
+    par: Parallelized = model.plan.apply(model.module, model.layout, device_type=device.type)
+    if (now := type(model.module)) is not before:
         now.__name__, now.__qualname__, now.__module__ = before.__name__, before.__qualname__, before.__module__
     return par
 
 
-def layout_of(layout: ModelLayout | Mapping[str, ModelLayout] | None, name: str) -> ModelLayout | None:
-    """Return the layout of the model of a name, from that of all or from those of each."""
-    return layout.get(name) if isinstance(layout, Mapping) else layout
+def find_managers(
+    folder: Path, pars: Mapping[str, Parallelized], optimizers: Mapping[str, Optimizer]
+) -> Iterator[tuple[CheckpointManager, Parallelized, dict[str, Optimizer] | None]]:
+    """Yield the manager of each module's folder, the module, and its optimizers by name."""
+    by_module: dict[str, dict[str, Optimizer]] = {name: {} for name in pars}
+    weights = {name: {id(tensor) for tensor in par.module.parameters()} for name, par in pars.items()}
+    for key, optimizer in optimizers.items():
+        trained = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        owner = next((name for name, ids in weights.items() if trained <= ids), None)
+        if owner is None:
+            raise MeshparError(
+                f"optimizer {key!r} ({type(optimizer).__name__}) trains no module of this checkpoint alone, and a "
+                "checkpoint keeps a module with its optimizers; save its module, too, and make an optimizer for each "
+                "module"
+            )
+        by_module[owner][key] = optimizer
+    for name, par in pars.items():
+        with CheckpointManager(folder / name, keep=1) as manager:
+            yield manager, par, by_module[name] or None
 
 
 def export_into(par: Parallelized, folder: Path, **options: Any) -> None:

@@ -23,7 +23,7 @@ from transformers.trainer_utils import has_length, seed_worker
 from meshpar import MeshparError, Parallelized, Plan, Role
 from meshpar.checkpoints import CheckpointManager
 from meshpar.integrations._data_ranks import DataRankAccelerator, DataRanks, find_axis
-from meshpar.integrations._shared import apply_plan, export_into
+from meshpar.integrations._shared import apply_plan, as_plan, export_into
 from meshpar.integrations._trainer_settings import check_arguments, check_plan
 from meshpar.process.preview import EndOfPreview, PlannedModel, is_preview
 from meshpar.training import Adapters
@@ -81,8 +81,9 @@ class TrainerOnMesh(Trainer):
     _compared = ""
     """What samples a trainer compares over all ranks, and by what."""
 
-    def __init__(self, *args: Any, plan: Plan, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan: Plan | str, **kwargs: Any) -> None:
         bound = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        plan = as_plan(plan)
         check_plan(plan)
         if isinstance(arguments := bound.get("args"), TrainingArguments):
             check_arguments(arguments)
@@ -150,7 +151,7 @@ class TrainerOnMesh(Trainer):
             )
         if is_preview():
             self._end_preview(base)
-        self._par = apply_plan(self._plan, base, None, self.args.device)
+        self._par = apply_plan(PlannedModel(name="model", plan=self._plan, module=base), self.args.device)
         if self._par.data_size > 1 and hasattr(base, "generate"):
             base.generate = functools.partial(base.generate, synced_gpus=True)  # ranks end with the longest sequence
         divided = set(map(id, base.parameters()))

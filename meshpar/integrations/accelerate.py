@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,20 +31,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import meshpar
-from meshpar import MeshparError, ModelLayout, Parallelized, Plan
+from meshpar import MeshparError, Parallelized
 from meshpar.checkpoints import CheckpointManager
 from meshpar.integrations._data_ranks import DataRankAccelerator, DataRanks
 from meshpar.integrations._shared import (
+    AnyLayout,
+    AnyPlan,
+    Plans,
     ReplacedParameters,
     apply_plan,
     export_into,
-    layout_of,
+    find_managers,
     place_average,
     save_whole,
     whole_averages,
     whole_states,
 )
-from meshpar.process.preview import EndOfPreview, PlannedModel, is_preview
+from meshpar.process.preview import EndOfPreview, is_preview
 
 __all__ = ["Accelerator"]
 
@@ -87,17 +90,11 @@ class Accelerator(DataRankAccelerator):
 
     step: int  # accelerate's count of micro-batches
 
-    def __init__(
-        self,
-        *args: Any,
-        plan: Plan | str | Mapping[str, Plan | str],
-        layout: ModelLayout | Mapping[str, ModelLayout] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *args: Any, plan: AnyPlan, layout: AnyLayout = None, **options: Any) -> None:
         signature = inspect.signature(PlainAccelerator.__init__).parameters
         options |= dict(zip(list(signature)[1:], args, strict=False))
         _check_options(options, list(signature)[1:])
-        self._plans = _Plans(plan, layout)
+        self._plans = Plans(plan, layout)
         timeout = _open_group(options)
         self._data = DataRanks.of(self._plans.all, timeout)
         if self._data.size != dist.get_world_size():
@@ -133,7 +130,7 @@ class Accelerator(DataRankAccelerator):
         modules = [item for item in args if isinstance(item, nn.Module)]
         if modules and is_preview():
             batch = next((batch for item in args if isinstance(item, DataLoader) for batch in item), None)
-            models = [self._plans.of(module, number) for number, module in enumerate(modules, len(self._names))]
+            models = [self._plans.numbered(number, module) for number, module in enumerate(modules, len(self._names))]
             steps = self.gradient_accumulation_steps
             raise EndOfPreview(*(dataclasses.replace(model, batch=batch, micro_batches=steps) for model in models))
         for module in modules:
@@ -162,7 +159,7 @@ class Accelerator(DataRankAccelerator):
             return self._prepared.get(model, model)
         if evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode=True)
-        planned = self._plans.of(model, len(self._names))
+        planned = self._plans.numbered(len(self._names), model)
         if any(tensor.is_meta for tensor in model.parameters()):
             raise MeshparError(
                 f"the model {planned.name!r} ({type(model).__name__}) is on the meta device; expected weights: build "
@@ -171,7 +168,7 @@ class Accelerator(DataRankAccelerator):
         self._replaced.note(model)
         # accelerate's autocast and compiler come around the model's own forward, and meshpar around those
         prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        par = apply_plan(planned.plan, model, planned.layout, self.device)
+        par = apply_plan(planned, self.device)
         self._on_mesh |= dict.fromkeys((model, prepared), par)
         self._prepared[model] = prepared
         self._names[model] = planned.name
@@ -198,12 +195,9 @@ class Accelerator(DataRankAccelerator):
         prepared: Any = super().prepare_optimizer(optimizer, device_placement=False)
         return prepared
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Keep the gradients of the block on this rank; the first backward after it reduces them, too."""
-        for number in self.parallelized(model).accumulate(range(2)):
-            if number == 0:
-                yield
+        return self.parallelized(model).no_sync()
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
@@ -213,13 +207,13 @@ class Accelerator(DataRankAccelerator):
         Collective: every rank calls it.
         """
         members = {id(tensor): tensor for tensor in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        trained = {
-            par: {id(tensor) for tensor in par.module.parameters() if tensor.requires_grad}
-            for par in self._on_mesh.values()
-        }
-        pars = [par for par, ids in trained.items() if ids and ids <= members.keys()]
-        whole = {key for par in pars for key in trained[par]}
-        if not pars or any(members[key].requires_grad for key in members.keys() - whole):
+        rest, pars = {key for key, tensor in members.items() if tensor.requires_grad}, list[Parallelized]()
+        for par in self._pars:
+            trained = {id(tensor) for tensor in par.module.parameters() if tensor.requires_grad}
+            if trained and trained <= rest:
+                rest -= trained
+                pars.append(par)
+        if rest or not pars:
             clip: Any = super().clip_grad_norm_
             return clip(list(members.values()), max_norm, norm_type)
         self.unscale_gradients()
@@ -269,9 +263,8 @@ class Accelerator(DataRankAccelerator):
         with whole_states(self._pars if self._has_hooks else []) as self._states, self._without_models():
             folder = super().save_state(output_dir, safe_serialization)
         counts = {"step": self.step, "num_processes": self.num_processes, "ranks": self._data.first_ranks}
-        for name, par, optimizers in self._saved():
-            with CheckpointManager(os.path.join(folder, name)) as manager:
-                manager.save(0, par, optimizers, extra=counts, replace=True)
+        for manager, par, optimizers in self._managers(folder, self._optimizers):
+            manager.save(0, par, optimizers, extra=counts, replace=True)
         return os.fspath(folder)
 
     def load_state(
@@ -285,12 +278,11 @@ class Accelerator(DataRankAccelerator):
         _refuse_options("load_state", options)
         counts: dict[str, Any] = {}
         state: Any = self.state
-        rank, saved = dist.get_rank(), list(self._saved())
+        rank, optimizers = dist.get_rank(), self._optimizers
 
         def restore(_: object, folder: str) -> None:
-            for name, par, optimizers in saved:
-                with CheckpointManager(os.path.join(folder, name)) as manager:
-                    counts.update(manager.restore(par, optimizers).extra)
+            for manager, par, trained_by in self._managers(folder, optimizers):
+                counts.update(manager.restore(par, trained_by).extra)
             if counts.get("num_processes") == self.num_processes:
                 # whose random state accelerate loads
                 state.process_index = counts["ranks"][self.process_index]
@@ -328,21 +320,12 @@ class Accelerator(DataRankAccelerator):
         """Let a hook see the models in :meth:`load_state`, before meshpar loads them."""
         return super().register_load_state_pre_hook(lambda _, folder: hook([*self._names], folder))
 
-    def _saved(self) -> Iterator[tuple[str, Parallelized, dict[str, Optimizer]]]:
-        """Yield each model's name, the model, and its optimizers by number."""
-        for module, name in self._names.items():
-            weights = {id(tensor) for tensor in module.parameters()}
-            numbered: dict[str, Optimizer] = {}
-            for number, prepared in enumerate(self._optimizers):
-                members = {id(tensor) for group in prepared.param_groups for tensor in group["params"]}
-                if members & weights and not members <= weights:
-                    raise MeshparError(
-                        f"optimizer {number} ({type(prepared.optimizer).__name__}) trains {name!r} and other models, "
-                        "and a checkpoint keeps a model with its optimizers; make an optimizer for each model"
-                    )
-                if members & weights:
-                    numbered[str(number)] = prepared.optimizer
-            yield name, self._on_mesh[module], numbered
+    def _managers(
+        self, folder: str, optimizers: list[AcceleratedOptimizer]
+    ) -> Iterator[tuple[CheckpointManager, Parallelized, dict[str, Optimizer] | None]]:
+        """Yield of each model the manager of its folder, the model, and its optimizers by number."""
+        numbered = {str(number): prepared.optimizer for number, prepared in enumerate(optimizers)}
+        return find_managers(Path(folder), dict(zip(self._names.values(), self._pars, strict=True)), numbered)
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget what was prepared, and free its memory."""
@@ -374,39 +357,6 @@ def _check_options(options: Mapping[str, Any], names: list[str]) -> None:
         raise MeshparError(
             "Accelerator got mixed_precision='fp8'; expected 'no', 'bf16' or 'fp16': add the pass Float8() to the plan"
         )
-
-
-@final
-class _Plans:
-    """The arguments ``plan`` and ``layout``: of every model, or of each by name."""
-
-    def __init__(
-        self, plan: Plan | str | Mapping[str, Plan | str], layout: ModelLayout | Mapping[str, ModelLayout] | None
-    ) -> None:
-        by_name = plan if isinstance(plan, Mapping) else {"": plan}
-        self._by_name, self._of_every = {name: _as_plan(entry) for name, entry in by_name.items()}, by_name is not plan
-        self._layout = layout
-
-    @property
-    def all(self) -> list[Plan]:
-        return list(self._by_name.values())
-
-    def of(self, model: nn.Module, number: int) -> PlannedModel:
-        """Return the plan of the model that is prepared after ``number`` others."""
-        if self._of_every:
-            name, plan = f"model_{number}" if number else "model", self.all[0]
-        elif number < len(self._by_name):
-            name, plan = list(self._by_name.items())[number]
-        else:
-            raise MeshparError(
-                f"prepare got {type(model).__name__}, model {number + 1}, and plan= has {len(self._by_name)}: "
-                f"{', '.join(self._by_name)}; give plan= a name and a plan for each model, in the order of prepare"
-            )
-        return PlannedModel(name=name, plan=plan, module=model, layout=layout_of(self._layout, name))
-
-
-def _as_plan(plan: Plan | str) -> Plan:
-    return Plan(plan, meshpar.passes_for(plan)) if isinstance(plan, str) else plan
 
 
 def _refuse_options(method: str, options: Mapping[str, Any]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,50 +21,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from meshpar import MeshparError, ModelLayout, Parallelized, Plan, Role, WeightSource
-from meshpar.checkpoints import CheckpointManager
-from meshpar.integrations._shared import ReplacedParameters, apply_plan, layout_of, place
+from meshpar import MeshparError, Parallelized, Role, WeightSource
+from meshpar.core.runtime import close_group
+from meshpar.integrations._shared import (
+    AnyLayout,
+    AnyPlan,
+    Plans,
+    ReplacedParameters,
+    apply_plan,
+    find_managers,
+    number_samples,
+)
 from meshpar.process.preview import EndOfPreview, PlannedModel, is_preview
+from meshpar.state.full import place_optimizer_state
 
 __all__ = ["AveragedWeights", "MeshparFabricStrategy", "MeshparStrategy"]
 
-Plans = Plan | Mapping[str, Plan]
-Layouts = ModelLayout | Mapping[str, ModelLayout] | None
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed")
 _REST = "lightning-{}.pt"
 """The file of a folder of shards that has all but the tensors of modules and optimizers, by step."""
-
-
-@final
-class _Accumulation:
-    """``par.accumulate``, where a trainer says of each micro-batch when it begins whether it is a step's last."""
-
-    def __init__(self, par: Parallelized) -> None:
-        self._par, self._more = par, False
-        self._steps: Any = None
-
-    def begin(self, *, last: bool) -> None:
-        self._more = not last
-        if self._steps is None and self._more:
-            self._steps = self._par.accumulate(self._until_last())
-        if self._steps is not None:
-            next(self._steps)
-
-    def end(self) -> None:
-        if self._steps is not None and not self._more:
-            next(self._steps, None)
-            self._steps = None
-
-    def leave(self) -> None:
-        if self._steps is not None:
-            self._steps.close()
-        self._steps = None
-
-    def _until_last(self) -> Iterator[None]:
-        yield
-        while self._more:
-            yield
 
 
 class _OnMesh:
@@ -72,26 +49,31 @@ class _OnMesh:
     root_device: torch.device
     is_global_zero: bool
     barrier: Callable[[], None]
-    broadcast: Callable[[str], str]
-    checkpoint_io: Any
     parallel_devices: Any
     num_nodes: int
 
-    def _begin(self, plan: Plans, layout: Layouts, seed: int, weights: WeightSource | None, *, shards: bool) -> None:
-        plans = plan if isinstance(plan, Mapping) else {"": plan}
-        if not plans or not all(isinstance(value, Plan) for value in plans.values()):
-            raise MeshparError(f"plan is {plan!r}; pass a meshpar.Plan, such as Plan('dp_shard=2', [FullyShard()])")
-        passes = [pass_ for value in plans.values() for pass_ in value.passes]
-        for axis, role in (item for pass_ in passes for item in pass_.roles.items()):
+    def __init__(
+        self,
+        plan: AnyPlan,
+        layout: AnyLayout = None,
+        *,
+        seed: int = 0,
+        weights: WeightSource | None = None,
+        save_distributed_checkpoint: bool = True,
+        timeout_s: float = 600.0,
+    ) -> None:
+        lightnings: Any = super()
+        lightnings.__init__(timeout=timedelta(seconds=timeout_s))
+        self._plans, self._seed, self._weights = Plans(plan, layout), seed, weights
+        for axis, role in (item for plan in self._plans.all for pass_ in plan.passes for item in pass_.roles.items()):
             if role is Role.LAYERS:
                 raise MeshparError(
                     f"the plan divides layers over {axis}, and Lightning's steps call the whole module; use another "
                     "axis"
                 )
-        self._plans, self._layout, self._seed, self._weights, self._shards = plans, layout, seed, weights, shards
+        self._shards = save_distributed_checkpoint
+        self._backward_sync_control = self  # which Fabric asks for no_backward_sync
         self._placed: dict[nn.Module, Parallelized] = {}
-        self._micro_batches: dict[nn.Module, _Accumulation] = {}
-        self._blocked = False
 
     def _configure_launcher(self) -> None:
         """Start a process for each device; for a preview none."""
@@ -103,46 +85,30 @@ class _OnMesh:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The arguments by which samplers give this rank its samples: ranks of ``tp`` get the same."""
-        plan, size, rank = next(iter(self._plans.values())), 1, 0
-        spec = plan.resolve(dist.get_world_size())
-        for axis, index in spec.coordinates(dist.get_rank()).items():
-            if any(pass_.roles.get(axis) is Role.SAMPLES for pass_ in plan.passes):
-                size, rank = size * spec.axes[axis], rank * spec.axes[axis] + index
-        return {"num_replicas": size, "rank": rank}
+        numbers = number_samples(self._plans.all[0])
+        return {"num_replicas": max(numbers) + 1, "rank": numbers[dist.get_rank()]}
 
     @property
     def _par(self) -> Parallelized:
         return next(iter(self._placed.values()))
 
-    def _apply(self, module: nn.Module, plan: Plan, layout: ModelLayout | None) -> Parallelized:
+    def _apply(self, model: PlannedModel) -> Parallelized:
         """Apply a plan to a module, and fill what is on the meta device."""
         if not self._placed:  # gloo's threads could abort a process that leaves its group open
-            atexit.unregister(_close)
-            atexit.register(_close)
-        par = apply_plan(plan, module, layout, self.root_device)
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            atexit.unregister(close_group)
+            atexit.register(close_group)
+        par = self._placed[model.module] = apply_plan(model, self.root_device)
+        if any(tensor.is_meta for tensor in (*par.module.parameters(), *par.module.buffers())):
             par.materialize(seed=self._seed if self._weights is None else None, weights=self._weights)
-        self._placed[module], self._micro_batches[module] = par, _Accumulation(par)
         return par
 
-    def _begin_last(self) -> None:
-        for micro_batches in () if self._blocked else self._micro_batches.values():
-            micro_batches.begin(last=True)
-
-    def _end_micro_batch(self) -> None:
-        for micro_batches in self._micro_batches.values():
-            micro_batches.end()
-
     @contextmanager
-    def _block(self, modules: Iterator[nn.Module]) -> Iterator[None]:
+    def _no_sync(self, pars: Iterable[Parallelized]) -> Iterator[None]:
         """Leave gradients unreduced in the block."""
-        for module in modules:
-            self._micro_batches[module].begin(last=False)
-        self._blocked = True
-        try:
+        with ExitStack() as stack:
+            for par in pars:
+                stack.enter_context(par.no_sync())
             yield
-        finally:
-            self._blocked = False
 
     def _reduced(self, reduce: Callable[..., Any], tensor: Any, group: Any, operation: Any) -> Any:
         """Reduce over samples and positions, in place: ranks of ``tp`` have one value. Another group is Lightning's."""
@@ -158,10 +124,11 @@ class _OnMesh:
         total = self._par.data_sum(tensor)
         return total if name == "sum" else total.copy_(total / self._par.loss_size)
 
-    def _gathered(self, gather: Callable[..., Any], tensor: Tensor, group: Any, sync_grads: bool) -> Any:
-        """Stack the tensors of all data ranks in the order of samples. Another group is Lightning's."""
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
+        """Stack the tensors of all data ranks, with gradients if ``sync_grads``. Another group is Lightning's."""
         if group not in (None, dist.group.WORLD) or not self._placed:
-            return gather(tensor, group, sync_grads)
+            lightnings: Any = super()
+            return lightnings.all_gather(tensor, group, sync_grads)
         return self._par.gather((tensor if sync_grads else tensor.detach())[None])
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -180,52 +147,34 @@ class _OnMesh:
             whole[key] = self._whole(value) if isinstance(value, dict) else value
         return whole if self.is_global_zero else {}
 
-    def _place_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state with whole tensors placed as the parameters are."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-        states = {
-            number: {
-                key: value if key == "step" else place(self._par, parameters[number], value)
-                for key, value in values.items()
-            }
-            for number, values in state["state"].items()
-        }
-        return {**state, "state": states}
-
     def _averages(self, par: Parallelized) -> dict[str, Any]:
         return {}
 
-    def _parts(self, path: Path, state: Mapping[str, Any]) -> Iterator[tuple[CheckpointManager, Parallelized, Any]]:
-        """Yield of each module of a state the manager of its folder, what the plan made of it, and its optimizers."""
-        optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
-        for name, module in state.items():
-            if isinstance(module, nn.Module) and module in self._placed:
-                keys = [key for key, optimizer in optimizers.items() if _trains(optimizer, module)]
-                with CheckpointManager(path / name, keep=1) as manager:
-                    yield manager, self._placed[module], {key: optimizers.pop(key) for key in keys} or None
-        if optimizers:
-            raise MeshparError(f"{next(iter(optimizers))} trains no module of this checkpoint; save its module, too")
-
-    def _save_shards(self, path: Path, step: int, state: Mapping[str, Any], rest: Any) -> None:
+    def _save_shards(
+        self,
+        path: Path,
+        step: int,
+        pars: Mapping[str, Parallelized],
+        optimizers: Mapping[str, Optimizer],
+        save_rest: Callable[[Path], None],
+    ) -> None:
         """Save a folder: each rank its shards of modules and optimizers, rank 0 the rest."""
-        if self.is_global_zero:
-            if path.is_file():
-                path.unlink()
-            self.checkpoint_io.save_checkpoint(rest, path / _REST.format(step))
+        rest = path / _REST.format(step)
+        if self.is_global_zero and path.is_file():
+            path.unlink()
+        save_rest(rest)
         self.barrier()
-        for manager, par, optimizers in self._parts(path, state):
-            manager.save(step, par, optimizers, averages=self._averages(par), replace=True)
-        for old in path.glob(_REST.format("*")) if self.is_global_zero else ():
-            if old.name != _REST.format(step):
-                old.unlink()
+        for manager, par, trained_by in find_managers(path, pars, optimizers):
+            manager.save(step, par, trained_by, averages=self._averages(par), replace=True)
+        for old in set(path.glob(_REST.format("*"))) - {rest} if self.is_global_zero else ():
+            old.unlink()
 
-    def _load_shards(self, path: Path, state: Mapping[str, Any], weights_only: bool | None) -> dict[str, Any]:
-        """Load a folder of any mesh into modules and optimizers, and return the rest."""
+    def _load_shards(self, path: Path, pars: Mapping[str, Parallelized], optimizers: Mapping[str, Optimizer]) -> Path:
+        """Load a folder of any mesh into modules and optimizers, and return the file of the rest."""
         step = 0
-        for manager, par, optimizers in self._parts(path, state):
-            step = manager.restore(par, optimizers, averages=self._averages(par), random=False).step
-        return dict(self.checkpoint_io.load_checkpoint(path / _REST.format(step), weights_only=weights_only))
+        for manager, par, trained_by in find_managers(path, pars, optimizers):
+            step = manager.restore(par, trained_by, averages=self._averages(par), random=False).step
+        return path / _REST.format(step)
 
 
 class MeshparStrategy(_OnMesh, DDPStrategy):
@@ -238,8 +187,8 @@ class MeshparStrategy(_OnMesh, DDPStrategy):
     >>> Trainer(strategy=strategy, devices=2, accelerator="cpu").fit(module)    # doctest: +SKIP
 
     Args:
-        plan: the plan, or plans of several modules by name: ``{"generator": plan, "critic": plan}``, which manual
-            optimization requires.
+        plan: the plan, or a mesh's text (``"dp_shard=2"``) for the passes that it usually wants; or plans of several
+            modules by name: ``{"generator": plan, "critic": plan}``, which manual optimization requires.
         layout: description of the model, or of several by name. Defaults to the module's own, then to the registered
             layouts.
         seed: draws the weights of what is on the meta device, as by ``torch.device("meta")`` in ``configure_model``.
@@ -252,54 +201,37 @@ class MeshparStrategy(_OnMesh, DDPStrategy):
         MeshparError: for what cannot work, by name, when training begins.
     """
 
+    parallelized: Mapping[str, Parallelized] = MappingProxyType({})
     # set by Trainer(sync_batchnorm=True)
     _layer_sync: Any = None
-
-    def __init__(
-        self,
-        plan: Plans,
-        layout: Layouts = None,
-        *,
-        seed: int = 0,
-        weights: WeightSource | None = None,
-        save_distributed_checkpoint: bool = True,
-        timeout_s: float = 600.0,
-    ) -> None:
-        DDPStrategy.__init__(self, timeout=timedelta(seconds=timeout_s))
-        self._begin(plan, layout, seed, weights, shards=save_distributed_checkpoint)
-        self._one_plan, self._restored = not isinstance(plan, Mapping), False
-        self.parallelized: dict[str, Parallelized] = {}
 
     def setup(self, trainer: Trainer) -> None:
         """Apply the plans, and build the optimizers."""
         module = self.lightning_module
         assert module is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
-        plans = {_one_child(module): self._plans[""]} if self._one_plan else self._plans
-        if problems := list(self._problems(trainer, module, plans)):
+        names = [_one_child(module)] if self._plans.of_every else list(self._plans.by_name)
+        if problems := list(self._problems(trainer, module, names)):
             raise MeshparError("\n  ".join(["this LightningModule does not train on a mesh:", *problems]))
-        if not all(module.get_submodule(name) in self._placed for name in plans):
+        if not all(module.get_submodule(name) in self._placed for name in names):
             self.model = self.precision_plugin.convert_module(module)
-            self._place(module, plans)
+            self._place(module, names)
         self.optimizers, self.lr_scheduler_configs = list[Optimizer](), list[Any]()
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                optimizer.register_load_state_dict_pre_hook(self._place_state)
+                optimizer.register_load_state_dict_post_hook(place_optimizer_state)
         self.setup_precision_plugin()
 
-    def _problems(self, trainer: Any, module: LightningModule, plans: Mapping[str, Plan]) -> Iterator[str]:
+    def _problems(self, trainer: Any, module: LightningModule, names: list[str]) -> Iterator[str]:
         """Yield what cannot work on a mesh, one line each."""
-        names = dict(module.named_modules())
-        yield from (
-            f"plan= names {name!r}, which the LightningModule has not; name one of its modules"
-            for name in plans
-            if name not in names
-        )
+        for name in names:
+            if name not in dict(module.named_modules()):
+                yield f"plan= names {name!r}, which the LightningModule has not; name one of its modules"
         trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        if loose := [name for name in trained if not any(_is_in(name, planned) for planned in plans)]:
+        if loose := [name for name in trained if not any(_is_in(name, planned) for planned in names)]:
             yield f"no plan averages the gradients of {loose[0]}; name its module in plan=, too"
-        if not module.automatic_optimization and "" in plans:
+        if not module.automatic_optimization and "" in names:
             yield (
                 "manual optimization steps inside of training_step, which is a call of the whole LightningModule here; "
                 "pass plan={'generator': plan, 'critic': plan} with the names of its modules"
@@ -314,53 +246,35 @@ class MeshparStrategy(_OnMesh, DDPStrategy):
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
                 yield f"{type(callback).__name__} copies the module, which a mesh does not allow; use AveragedWeights"
 
-    def _place(self, module: LightningModule, plans: Mapping[str, Plan]) -> None:
+    def _place(self, module: LightningModule, names: list[str]) -> None:
         """Apply the plans, and move what is in none of them to the device."""
-        for part in (self._placed, self._micro_batches, self.parallelized):
-            part.clear()
-        models = [
-            PlannedModel(name=name, plan=plan, module=module.get_submodule(name), layout=layout_of(self._layout, name))
-            for name, plan in plans.items()
-        ]
+        models = [self._plans.named(name, module.get_submodule(name)) for name in names]
         if is_preview():
             raise EndOfPreview(*models)
-        for model in models:
-            self.parallelized[model.name] = self._apply(model.module, model.plan, model.layout)
+        self._placed.clear()
+        self.parallelized = {model.name: self._apply(model) for model in models}
         for name, child in module.named_children():
-            if not any(_is_in(planned, name) or _is_in(name, planned) for planned in plans):
+            if not any(_is_in(planned, name) or _is_in(name, planned) for planned in names):
                 child.to(self.root_device)
-        for step in _STEPS if "" in plans else ():
+        for step in _STEPS if "" in names else ():
             if getattr(type(module), step) is not getattr(LightningModule, step):
                 self._par.register_method(step)
         for child in module.modules():
             if isinstance(child, Metric) and child.process_group is None and self._par.data_size < self.world_size:
                 child.process_group = self._par.data_group
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the module; outside of ``block_backward_sync`` its backward is the last of a step."""
-        self._begin_last()
-        return super().training_step(*args, **kwargs)
-
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Leave gradients unreduced in the block."""
-        return self._block(iter(self._placed))
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """End a step after its last backward."""
-        self._end_micro_batch()
+        return self._no_sync(self._placed.values())
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the step that an error ended, so that the module can be trained further."""
-        for micro_batches in self._micro_batches.values():
-            micro_batches.leave()
+        for par in self._placed.values():
+            par.run.leave_step()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a metric over samples and positions."""
         return self._reduced(super().reduce, tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack the tensors of all data ranks, with gradients if ``sync_grads``."""
-        return self._gathered(super().all_gather, tensor, group, sync_grads)
 
     def teardown(self) -> None:
         """Leave the module on its mesh, so that it can be tested or trained further."""
@@ -372,11 +286,6 @@ class MeshparStrategy(_OnMesh, DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """Checkpoints are loaded when the plans are applied."""
         return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Optimizers get whole state, unless shards of it were restored with the module."""
-        return not self._restored
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the shards of the module's state, or whole tensors on rank 0."""
@@ -396,33 +305,29 @@ class MeshparStrategy(_OnMesh, DDPStrategy):
         if storage_options is not None:
             raise MeshparError("a folder of shards takes no storage_options; drop them from save_checkpoint")
         state = {name: value for name, value in checkpoint["state_dict"].items() if not self._is_placed(name)}
-        parts = self._state(optimizers=checkpoint.pop("optimizer_states", None) is not None)
-        path = Path(self.broadcast(str(filepath)))
-        self._save_shards(path, checkpoint["global_step"], parts, checkpoint | {"state_dict": state})
+        pars, optimizers = self._parts()
+        if checkpoint.pop("optimizer_states", None) is None:
+            optimizers = {}
+        save_rest = partial(super().save_checkpoint, checkpoint | {"state_dict": state})
+        self._save_shards(Path(self.broadcast(str(filepath))), checkpoint["global_step"], pars, optimizers, save_rest)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder of shards of any mesh, or one file."""
         path = Path(self.broadcast(str(checkpoint_path)))
-        self._restored = path.is_dir()
-        if self._restored:
-            return self._load_shards(path, self._state(optimizers=True), weights_only)
-        return super().load_checkpoint(path, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole tensors; after a folder of shards, those that are in no plan."""
+        if not path.is_dir():
+            return super().load_checkpoint(path, weights_only)
+        rest = super().load_checkpoint(self._load_shards(path, *self._parts()), weights_only)
         assert self.lightning_module is not None
-        missing, unexpected = self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
-        missing = [name for name in missing if not (self._restored and self._is_placed(name))]
-        if strict and (missing or unexpected):
-            raise MeshparError(f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}")
+        restored = {name: value for name, value in self.lightning_module.state_dict().items() if self._is_placed(name)}
+        return {**rest, "state_dict": restored | rest["state_dict"], "optimizer_states": []}
 
     def _is_placed(self, name: str) -> bool:
         return any(_is_in(name, planned) for planned in self.parallelized)
 
-    def _state(self, *, optimizers: bool) -> dict[str, Any]:
+    def _parts(self) -> tuple[dict[str, Parallelized], dict[str, Optimizer]]:
         """Return the modules on the mesh and the optimizers by the names of their folders and states."""
-        state: dict[str, Any] = {name or "module": par.module for name, par in self.parallelized.items()}
-        return state | {f"optimizer_{number}": value for number, value in enumerate(self.optimizers) if optimizers}
+        optimizers = {f"optimizer_{number}": optimizer for number, optimizer in enumerate(self.optimizers)}
+        return {name or "module": par for name, par in self.parallelized.items()}, optimizers
 
     def _averages(self, par: Parallelized) -> dict[str, Any]:
         """Return the moving averages of a module, by the position of their callback."""
@@ -439,8 +344,10 @@ class MeshparFabricStrategy(_OnMesh, FabricDDPStrategy):
     ``parallelized`` has what ``plan.apply`` returned, by model (``model.module`` of what ``setup`` returned).
 
     Args:
-        plan: the plan of every model.
-        layout: description of the models. Defaults to each one's own, then to the registered layouts.
+        plan: the plan of every model, or a mesh's text (``"dp_shard=2"``) for the passes that it usually wants; or
+            name -> plan, in the order of ``fabric.setup``.
+        layout: description of the models, or name -> description. Defaults to each one's own, then to the registered
+            layouts.
         seed: draws the weights of a model of ``fabric.init_module(empty_init=True)``.
         weights: fills it instead, such as ``meshpar.checkpoints.Safetensors(folder)``.
         save_distributed_checkpoint: ``fabric.save`` writes a folder of shards, which any mesh loads. False: one file,
@@ -450,20 +357,6 @@ class MeshparFabricStrategy(_OnMesh, FabricDDPStrategy):
     Raises:
         MeshparError: for what cannot work, by name.
     """
-
-    def __init__(
-        self,
-        plan: Plan,
-        layout: ModelLayout | None = None,
-        *,
-        seed: int = 0,
-        weights: WeightSource | None = None,
-        save_distributed_checkpoint: bool = True,
-        timeout_s: float = 600.0,
-    ) -> None:
-        FabricDDPStrategy.__init__(self, timeout=timedelta(seconds=timeout_s))
-        self._begin(plan, layout, seed, weights, shards=save_distributed_checkpoint)
-        self._backward_sync_control: Any = self  # which it asks for no_backward_sync
 
     @property
     def parallelized(self) -> Mapping[nn.Module, Parallelized]:
@@ -484,12 +377,11 @@ class MeshparFabricStrategy(_OnMesh, FabricDDPStrategy):
         """Apply the plan to a model."""
         if (precision := str(self.precision.precision)) not in _PRECISIONS:
             raise MeshparError(f"precision is {precision!r}; expected one of {', '.join(_PRECISIONS)}")
-        assert not isinstance(self._layout, Mapping)
-        return self._apply(module, self._plans[""], self._layout).module
+        return self._apply(self._plans.numbered(len(self._placed), module)).module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let an optimizer load the state of one process, too."""
-        optimizer.register_load_state_dict_pre_hook(self._place_state)
+        optimizer.register_load_state_dict_post_hook(place_optimizer_state)
         return optimizer
 
     def setup_module_and_optimizers(
@@ -504,21 +396,11 @@ class MeshparFabricStrategy(_OnMesh, FabricDDPStrategy):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Leave gradients unreduced in the block."""
-        return self._block(iter([module])) if enabled else nullcontext()
-
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run a backward; outside of ``no_backward_sync`` it is the last of a step."""
-        self._begin_last()
-        super().backward(tensor, module, *args, **kwargs)
-        self._end_micro_batch()
+        return self._no_sync([self._placed[module]]) if enabled else nullcontext()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over samples and positions."""
         return self._reduced(super().all_reduce, tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack the tensors of all data ranks, with gradients if ``sync_grads``."""
-        return self._gathered(super().all_gather, tensor, group, sync_grads)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return whole tensors, on rank 0."""
@@ -539,9 +421,9 @@ class MeshparFabricStrategy(_OnMesh, FabricDDPStrategy):
             raise MeshparError(
                 "a folder of shards takes no storage_options and no filter; pass save_distributed_checkpoint=False"
             )
-        values = {key: state[key] for key in self._others(state)}
-        rest = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in values.items()}
-        self._save_shards(Path(self.broadcast(str(path))), 0, state, rest)
+        pars, optimizers, rest = self._divide(state)
+        save_rest = partial(super().save_checkpoint, state=rest)
+        self._save_shards(Path(self.broadcast(str(path))), 0, pars, optimizers, save_rest)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -550,20 +432,17 @@ class MeshparFabricStrategy(_OnMesh, FabricDDPStrategy):
         path = Path(self.broadcast(str(path)))
         if not path.is_dir():
             return super().load_checkpoint(path, state, strict, weights_only)
-        rest = self._load_shards(path, state, weights_only)
-        if strict and (lost := [key for key in self._others(state) if key not in rest]):
-            raise MeshparError(f"the checkpoint {path} has no {lost[0]!r}; pass strict=False")
-        for key in [key for key in self._others(state) if key in rest]:
-            if hasattr(state[key], "load_state_dict"):
-                state[key].load_state_dict(rest.pop(key))
-            else:
-                state[key] = rest.pop(key)
-        return rest
+        pars, optimizers, rest = self._divide(state)
+        unused = super().load_checkpoint(self._load_shards(path, pars, optimizers), rest, strict, weights_only)
+        state.update(rest)
+        return unused
 
-    def _others(self, state: Mapping[str, Any]) -> list[str]:
-        """Return the keys of what are no modules on the mesh and no optimizers."""
-        placed = set(map(id, self._placed))
-        return [key for key, value in state.items() if id(value) not in placed and not isinstance(value, Optimizer)]
+    def _divide(self, state: Mapping[str, Any]) -> tuple[dict[str, Parallelized], dict[str, Optimizer], dict[str, Any]]:
+        """Divide a state into modules on the mesh, optimizers and the rest."""
+        modules = {key: value for key, value in state.items() if isinstance(value, nn.Module) and value in self._placed}
+        optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+        rest = {key: value for key, value in state.items() if key not in modules and key not in optimizers}
+        return {key: self._placed[module] for key, module in modules.items()}, optimizers, rest
 
 
 class AveragedWeights(Callback):
@@ -636,16 +515,5 @@ def _one_child(module: nn.Module) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def _trains(optimizer: Optimizer, module: nn.Module) -> bool:
-    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(id(parameter) in parameters for parameter in module.parameters())
-
-
 def _is_in(name: str, planned: str) -> bool:
     return not planned or name == planned or name.startswith(f"{planned}.")
-
-
-def _close() -> None:
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -28,8 +28,9 @@ def on_mesh(trainer: AnyTrainer) -> AnyTrainer:
 
     >>> trainer = on_mesh(Trainer)(model, arguments, train_dataset=samples, plan=plan)  # doctest: +SKIP
 
-    Batches, evaluations, callbacks and checkpoints are Trainer's. ``per_device_train_batch_size`` counts the samples of
-    a rank with other samples. A ``checkpoint-N`` has a step of :class:`meshpar.checkpoints.CheckpointManager`, which
+    ``plan`` is a Plan, or a mesh's text (``"dp_shard=2"``) for the passes that it usually wants. Batches, evaluations,
+    callbacks and checkpoints are Trainer's. ``per_device_train_batch_size`` counts the samples of a rank with other
+    samples. A ``checkpoint-N`` has a step of :class:`meshpar.checkpoints.CheckpointManager`, which
     ``resume_from_checkpoint`` reads on any mesh. ``save_model`` exports for ``from_pretrained``.
 
     Args:

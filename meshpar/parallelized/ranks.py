@@ -93,13 +93,8 @@ class ModuleOnMesh:
         Exchange values of your own there (``dist.all_gather(parts, features, group=par.data_group)``): the ranks of the
         world also have copies of a sample. Collective where it is read first: every rank reads it.
         """
-        ranks: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(dist.get_world_size()):
-            coordinates = self.spec.coordinates(rank).items()
-            elsewhere = tuple(index for axis, index in coordinates if axis not in self.data_axes)
-            ranks.setdefault(elsewhere, []).append(rank)
         self.run.agree("par.data_group")
-        group, _ = dist.new_subgroups_by_enumeration(list(ranks.values()))
+        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in self.spec.groups(*self.data_axes)])
         share_timeout([group])
         return cast("dist.ProcessGroup", group)
 

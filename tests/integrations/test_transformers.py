@@ -291,7 +291,7 @@ def test_a_setting_that_a_mesh_would_change_is_refused(setting, message, instead
 
 def test_what_is_no_trainer_or_no_plan_is_refused(tmp_path):
     refused(lambda: on_mesh(llama()), "expected transformers.Trainer, or a class that inherits it")
-    refused(lambda: on_mesh(Trainer)(llama(), arguments(tmp_path), plan="dp_shard=2"), "expected a Plan")
+    refused(lambda: on_mesh(Trainer)(llama(), arguments(tmp_path), plan=2), "expected a Plan or the text of a mesh")
     message = "no process group is open; wrap the script in `with meshpar.distributed():`"
     with pytest.raises(MeshparError, match=re.escape(message)):
         on_mesh(Trainer)(llama(), arguments(tmp_path), plan=Plan())

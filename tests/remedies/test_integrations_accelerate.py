@@ -138,9 +138,10 @@ ROWS = [
     TwoRanks("is on no mesh; expected a model that accelerator.prepare returned")
     .refuses(lambda: made().parallelized(Net(4)))
     .helps("pass it to prepare first", lambda: trained(sgd)),
-    TwoRanks("and a checkpoint keeps a model with its optimizers")
+    TwoRanks("checkpoint keeps a module with its optimizers")
     .refuses(lambda: saved(True, "joint"))
-    .helps("make an optimizer for each model", lambda: saved(False, "each")),
+    .helps("save its module, too", lambda: saved(False, "each"))
+    .helps("make an optimizer for each module", lambda: saved(False, "each")),
     TwoRanks("which places models by another engine; expected the plan alone")
     .refuses(lambda: made(fsdp_plugin=FullyShardedDataParallelPlugin()))
     .helps("drop the other, and write its axes into the plan's mesh", lambda: made(SHARDED).num_processes == 2),
@@ -172,6 +173,6 @@ def test_positions_are_refused_as_layers_are():
     try:
         made(Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]))
     except Exception as error:
-        assert "divides positions of a sequence over cp=2" in str(error)
+        assert "cp=2 [ContextParallel -> FullyShard] divides positions of a sequence over cp, and" in str(error)
     else:
         raise AssertionError("accepted")

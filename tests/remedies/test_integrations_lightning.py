@@ -3,11 +3,12 @@
 from tests.remedies.rows import Tested
 
 TRIED = (
-    Tested("pass a meshpar.Plan")
+    Tested("expected a Plan or the text of a mesh")
     .by(
         "tests/integrations/test_lightning.py::test_what_cannot_work_is_refused_by_name_and_what_the_message_says_works"
     )
-    .helps("pass a meshpar.Plan", 'MeshparStrategy(Plan("dp_shard=2", [FullyShard()]))'),
+    .helps('pass "dp_shard=2"', 'MeshparStrategy("dp_shard=2")')
+    .helps("meshpar.Plan(", 'MeshparStrategy(Plan("dp_shard=2", [FullyShard()]))'),
     Tested("the plan divides layers over")
     .by(
         "tests/integrations/test_lightning.py::test_what_cannot_work_is_refused_by_name_and_what_the_message_says_works"
@@ -48,19 +49,9 @@ TRIED = (
         "tests/integrations/test_lightning.py::test_what_cannot_work_is_refused_by_name_and_what_the_message_says_works"
     )
     .helps("drop them from save_checkpoint", "save_checkpoint("),
-    Tested("trains no module of this checkpoint")
-    .by(
-        "tests/integrations/test_lightning.py::test_what_a_folder_of_fabric_cannot_have_is_refused_and_what_the_message_says_works"
-    )
-    .helps("save its module, too", '{"model": model, "optimizer": optimizer}'),
     Tested("no storage_options and no filter")
     .by(
         "tests/integrations/test_lightning.py::test_what_a_folder_of_fabric_cannot_have_is_refused_and_what_the_message_says_works"
     )
     .helps("pass save_distributed_checkpoint=False", "save_distributed_checkpoint=distributed"),
-    Tested("; pass strict=False")
-    .by(
-        "tests/integrations/test_lightning.py::test_what_a_folder_of_fabric_cannot_have_is_refused_and_what_the_message_says_works"
-    )
-    .helps("pass strict=False", "strict=False)"),
 )
