@@ -244,7 +244,7 @@ def find_managers(
         if owner is None:
             raise MeshparError(
                 f"optimizer {key!r} ({type(optimizer).__name__}) trains no module of this checkpoint alone, and a "
-                "checkpoint keeps a module with its optimizers; save its module, too, and make an optimizer for each "
+                "checkpoint keeps a module with its optimizers; save its module, too, or make an optimizer for each "
                 "module"
             )
         by_module[owner][key] = optimizer

@@ -204,7 +204,7 @@ def assert_same(found, expected, tolerance=1e-4):
         torch.testing.assert_close(found[2][name], value, rtol=0, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("mesh", daily(MESHES, "dp_shard=2", "tp=2"))
+@pytest.mark.parametrize("mesh", daily(MESHES, "dp_shard=2"))
 @on_ranks("mesh")
 def test_training_equals_one_process(mesh):
     """Accumulation, clipping, a schedule, metrics over all samples, validation."""
