@@ -65,10 +65,10 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
         elif layers is None:  # stages look themselves
             moments.append(DrawsNothing(module, guarded.device))
     trials = explain = None
-    if guarded.guards == "off":
-        compares = resolved.reduced and dist.get_world_size() > 1
-        moments.append(UnusedGradients(module, Ranks.of(module, stages_of(resolved)) if compares else None))
-    else:
+    ranks = Ranks.of(module, stages_of(resolved)) if resolved.reduced or guarded.guards != "off" else None
+    facts.add([ranks])
+    moments.append(UnusedGradients(module, ranks if resolved.reduced else None, guarded.device, guarded.guards))
+    if guarded.guards != "off":
         trials = FirstRuns(guarded) if verify else None
         moments += [*_guards_of(guarded, left_gradients), *([] if trials is None else [trials])]
         data_pass = resolved.data_pass

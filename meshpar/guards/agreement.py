@@ -25,7 +25,7 @@ from meshpar.passes.experts.routing import DividedModules
 from meshpar.passes.tensor import random
 from meshpar.passes.tensor.random import draws_random
 from meshpar.state.initialize import state
-from meshpar.step.moment import Guard, Guarded, UnusedGradients
+from meshpar.step.moment import Guard, Guarded
 from meshpar.tensors.digests import digest, digest_of
 from meshpar.tensors.placements import local_tensor, sharded_axes
 
@@ -58,8 +58,9 @@ class Agreement(Guard):
         self._predicts = self._always and bool(self._data) and not stages and _predictable(guarded)
         self._order: UnitOrder | None = None
         self._looks = Looks(always=self._always)
-        self._ranks = Ranks.of(module, stages)
-        self._unused = UnusedGradients(module, self._ranks if self._data else None)
+        ranks = guarded.facts.find(Ranks)
+        assert ranks is not None, "every plan with guards has them"
+        self._ranks = ranks
 
     def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Check that all ranks are at one place, each time on a CPU, else at first and in evaluation. Collective."""
@@ -170,16 +171,11 @@ class Agreement(Guard):
         self._ranks.counted(number)
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
-        """Compare which gradients a backward left, without waiting beside an accelerator: FSDP2 would join others
-        without an error. Collective over the mesh.
-        """
-        if first := self._looks.first("a backward"):
+        """Compare gradients and buffers of which ranks have copies, after the first backwards. Collective."""
+        if self._looks.first("a backward"):
             check_copies(self._guarded.module, self._same, self._guarded.device.type)
-        compares = first or self._always
-        waits = compares and (first or runtime.over_hosts(self._guarded.device))
-        self._unused.exchange(unused, compares=compares, waits=waits)
-        if first and self._data:
-            self._same_buffers()
+            if self._data:
+                self._same_buffers()
 
     def _same_buffers(self) -> None:
         """Check that data ranks hold the same persistent buffers; a forward may compute them from its part."""

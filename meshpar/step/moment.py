@@ -22,7 +22,7 @@ from meshpar.core import runtime
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Facts, Guards
 from meshpar.core.resolved import Resolved
-from meshpar.exchange.ranks import GradientMarks, Ranks
+from meshpar.exchange.ranks import GradientMarks, Looks, Ranks
 from meshpar.tensors.placements import local_tensor
 
 
@@ -234,29 +234,30 @@ class LeftGradients(Moment):
 
 @final
 class UnusedGradients(Moment):
-    """Drop the gradients of the parameters that no rank used, among those whose gradient counts as zero on this one."""
+    """Drop the gradients of the parameters that no rank used, among those whose gradient counts as zero on this one.
 
-    def __init__(self, module: nn.Module, ranks: Ranks | None) -> None:
-        self._module, self._ranks = module, ranks
+    Where guards compare, the same exchange refuses ranks that have gradients for other parameters, which FSDP2 would
+    join without an error.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks | None, device: torch.device, guards: Guards) -> None:
+        self._module, self._ranks, self._device, self._guards = module, ranks, device, guards
+        self._looks = Looks()
         self._sent: GradientMarks | None = None
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
-        self.exchange(unused, compares=False)
-
-    def exchange(self, unused: Sequence[nn.Parameter], *, compares: bool, waits: bool = False) -> None:
-        """Drop the gradients of ``unused`` that no rank used. Collective where gradients are averaged.
-
-        ``compares``: refuse ranks that have gradients for other parameters; ``waits``: now, and not the next time.
-        """
+        """Drop the gradients of ``unused`` that no rank used. Collective where gradients are averaged."""
         if self._sent is not None:
             earlier, self._sent = self._sent, None
             earlier.check()
-        zeros = {id(parameter) for parameter in unused}
         if self._ranks is None:
             for parameter in unused:
                 parameter.grad = None
             return
-        trained = list(self._module.named_parameters())
+        first = self._guards != "off" and self._looks.first("a backward")
+        compares = first or self._guards == "always"
+        waits = first or (compares and runtime.over_hosts(self._device))
+        zeros, trained = {id(parameter) for parameter in unused}, list(self._module.named_parameters())
         marks = [0 if parameter.grad is None else 1 if id(parameter) in zeros else 2 for _, parameter in trained]
         send = partial(GradientMarks, self._ranks, trained, marks, compares=compares)
         self._sent = send() if waits or not compares else runtime.among_real_ranks(send)
