@@ -24,7 +24,7 @@ from meshpar.core.checks import arrows, check_arguments, checked_layout, problem
 from meshpar.core.errors import LayoutError, MeshError, MeshparError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, default_device_type
-from meshpar.core.passes import Checking, Facts, Guards, Pass, Role
+from meshpar.core.passes import Facts, Guards, Pass, Role
 from meshpar.core.resolved import Resolved, resolve, run_passes
 from meshpar.exchange.ranks import next_number
 from meshpar.guards import make_run
@@ -192,7 +192,7 @@ class Plan:
         has_groups = next_number() > 0
         meshes = {spec: spec.build(device.type, own=has_groups) for spec in resolved.meshes}
         verify = self.guards != "off" and bool(runtime.among_real_ranks(lambda: self.verify))
-        facts = Facts(Checking(self.guards, verify))
+        facts = Facts(self.guards)
         if self.same_bits:
             facts.add([SameBits(math.prod(resolved.held.axes[axis] for axis in resolved.averaged))])
         start = partial(prepare, module, resolved, meshes) if self.passes else None

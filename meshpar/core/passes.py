@@ -62,24 +62,16 @@ alone.
 """
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Checking:
-    """A fact of every plan: when guards compare, and whether the first forward tries what passes divide."""
-
-    guards: Guards
-    verify: bool
-
-
 Fact = TypeVar("Fact")
 
 
 @final
 class Facts:
-    """The facts of one plan: passes install them, and others ask for them by type."""
+    """The facts of one plan: when its ``guards`` compare, and what passes install, for which others ask by type."""
 
-    def __init__(self, *facts: object) -> None:
-        self._facts = list(facts)
+    def __init__(self, guards: Guards = "off") -> None:
+        self.guards = guards
+        self._facts: list[object] = []
 
     def add(self, facts: Iterable[object]) -> None:
         """Take facts in."""

@@ -46,7 +46,6 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
     if not (resolved.passes or by_tree or registry.names(registry.GUARDS)) and dist.get_world_size() == 1:
         return Run(guarded, ())
     left_gradients = LeftGradients(module, guarded.units)
-    facts.add([left_gradients])
     moments: list[Moment] = [left_gradients, *(moment for of_pass in installed for moment in of_pass.moments)]
     moments += [GradientHooks(guarded.units)] if guarded.units.modules else []
     moments += [OptimizerStates(of_some_layers=bool(resolved.divided(Role.LAYERS)))]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar._torch.in_parts import set_parts
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, sizes_text
-from meshpar.core.passes import Checking, Facts, Installed, Pass, Role, Stage, find_blocks, unmatched
+from meshpar.core.passes import Facts, Installed, Pass, Role, Stage, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, matches, suggestion
 from meshpar.passes.data.whole_parameters import keep_whole, see_whole, whole_styles
 from meshpar.passes.tensor.context import Arrivals, Context, Style
@@ -243,9 +243,8 @@ class TensorParallel(Pass):
         return {name for name in table.names if name.rpartition(".")[0] in owners or name in split}
 
     def install(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts) -> Installed:
-        axis, checking = mesh["tp"], facts.find(Checking)
-        looks = checking is not None and checking.guards != "off"
-        arrivals = Arrivals(always=checking.guards == "always") if checking and looks else None
+        axis = mesh["tp"]
+        arrivals = None if facts.guards == "off" else Arrivals(always=facts.guards == "always")
         return Installed(facts=[self.split(module, layout, axis, axis.get_group(), axis.get_local_rank(), arrivals)])
 
     def split(
