@@ -10,11 +10,11 @@ from typing import Any, final
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name
 from meshpar.passes.tensor.context import Context
+from meshpar.tensors.placements import placements_text
 
 _Cause = tuple[str, str, str]
 """(pattern of the message, likely cause, remedy)"""
@@ -152,11 +152,13 @@ class Explanation:
         if cause is None:
             return None
         why, remedy = cause
+        parameters = itertools.islice(culprit.named_parameters(), 4)
+        placed = [f"{inner} {tuple(tensor.shape)} {placements_text(tensor)}" for inner, tensor in parameters]
         return (
             f"{name or 'the outermost module'} ({class_name(culprit)}) failed under {self._plan_text}: "
             f"{first_line(error)}\n"
             f"  at: {line}\n"
-            f"  holds: {_placements(culprit)}\n"
+            f"  holds: {'; '.join(placed) or 'no parameters'}\n"
             f"  likely cause: {why}\n"
             f"  remedy: {remedy.format(module=name, inside=f'of the layers in {name}' if name else 'of its layers')}"
         )
@@ -207,14 +209,3 @@ def _frames(error: Exception) -> Iterator[tuple[Any, str]]:
         own_code = not frame_module.startswith(_NEVER_AT_FAULT) and frame_module != __name__
         where = f"{frame.f_code.co_filename}:{number}" if own_code else ""
         yield frame.f_locals.get("self", frame.f_locals.get("module")), where
-
-
-def _placements(module: nn.Module) -> str:
-    texts = []
-    for name, parameter in itertools.islice(module.named_parameters(), 4):
-        placed = "whole"
-        if isinstance(parameter, DTensor):
-            axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-            placed = f"as {', '.join(f'{axis}:{placement}' for axis, placement in axes)}"
-        texts.append(f"{name} {tuple(parameter.shape)} {placed}")
-    return "; ".join(texts) or "no parameters"

@@ -8,7 +8,6 @@ from typing import final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
@@ -16,7 +15,7 @@ from meshpar.core.patterns import class_name
 from meshpar.passes.data.instead_of_fsdp2 import ReplicaShards
 from meshpar.state.drawing import table
 from meshpar.step.forward import fact_of
-from meshpar.tensors.placements import local_tensor, shard_dim
+from meshpar.tensors.placements import local_tensor, placements_text
 
 ADAM_STATE_TENSORS = 2
 
@@ -92,7 +91,7 @@ def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
             blocks=1,
             parameter=name[len(block) + 1 :] if block else name,
             shape=tuple(parameter.shape),
-            placements=_placements(parameter),
+            placements=placements_text(parameter),
             dtype=parameter.dtype,
             rank_bytes=local_tensor(parameter).nbytes,
         )
@@ -122,14 +121,6 @@ def _fold(rows: dict[str, list[Row]]) -> list[Row]:
         title = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]}"
         folded += [replace(row, block=title or "(outermost)", blocks=len(names)) for row in rows[names[0]]]
     return folded
-
-
-def _placements(parameter: torch.Tensor) -> str:
-    if not isinstance(parameter, DTensor):
-        return "whole"
-    names = parameter.device_mesh.mesh_dim_names or ()
-    dims = [shard_dim(placement) for placement in parameter.placements]
-    return " ".join(f"{axis}:{'copy' if dim is None else f'dim {dim}'}" for axis, dim in zip(names, dims, strict=True))
 
 
 def _size(count: int) -> str:

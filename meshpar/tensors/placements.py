@@ -28,6 +28,14 @@ def shard_dim(placement: Placement) -> int | None:
     return None
 
 
+def placements_text(tensor: Tensor) -> str:
+    """Return how ``tensor`` is placed, as messages say it: ``dp_shard:dim 0 tp:copy``; ``whole``: on no mesh."""
+    if not isinstance(tensor, DTensor):
+        return "whole"
+    dims = zip(tensor.device_mesh.mesh_dim_names or (), map(shard_dim, tensor.placements), strict=True)
+    return " ".join(f"{axis}:{'copy' if dim is None else f'dim {dim}'}" for axis, dim in dims)
+
+
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
     """Return the names of the mesh axes over which ``tensor`` is split; of a flattened axis its parts."""
     if not isinstance(tensor, DTensor):

@@ -409,7 +409,7 @@ def test_errors_inside_a_parallel_module_say_where_why_and_what_to_do():
         par.module(torch.zeros(1, 4, dtype=torch.int64))
     text = str(caught.value)
     assert text.startswith("0 (Careless) failed under tp=2 [TensorParallel]: ")
-    assert "embed.weight (16, 8) as tp:S(0)" in text and "test_traps.py:" in text
+    assert "embed.weight (16, 8) tp:dim 0" in text and "test_traps.py:" in text
     assert "likely cause: a parameter that is split over the mesh is used outside its own module" in text
     assert "remedy: call the module that owns the weight" in text
 
