@@ -32,12 +32,11 @@ from meshpar.state.averaging import Averaged, Decay, averages_of
 from meshpar.state.description import Description, describe
 from meshpar.state.full import gather_state, scatter_state
 from meshpar.state.offloading import on_the_host
-from meshpar.step.inner_calls import evaluating
 from meshpar.tensors.digests import digest_of_elements
 from meshpar.tensors.placements import like, sharded_axes, whole
 from meshpar.trials import split_test
 from meshpar.trials.copies import CannotCopy, copied_state
-from meshpar.trials.engine import NOTHING, Verification, call_with, join_stages, report
+from meshpar.trials.engine import NOTHING, Verification, call_with, join_stages, report, untrained
 from meshpar.weights import WeightSource
 
 
@@ -278,7 +277,7 @@ class Parallelized(TrainingSteps, ModuleWeights):
         def run_alone(module: nn.Module, part: object) -> None:
             call_with(module, part)
 
-        with self.run.without_trials(), evaluating(self.module), ExitStack() as stack:
+        with self.run.without_trials(), untrained(self.module.modules()), ExitStack() as stack:
             # a module that cannot be copied runs as in a forward of the user's own
             with suppress(CannotCopy):
                 batch = stack.enter_context(copied_state(self.module, batch))

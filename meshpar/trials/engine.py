@@ -17,7 +17,7 @@ from meshpar._torch.in_parts import parts_of
 from meshpar._torch.tensors import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
 from meshpar.passes.positions.attention import Mask
-from meshpar.step.inner_calls import evaluating, installed
+from meshpar.step.inner_calls import installed
 from meshpar.tensors.digests import tensors_in
 from meshpar.tensors.placements import local_tensor
 from meshpar.trials.copies import copy_block, free, widen
@@ -210,6 +210,19 @@ def call_with(module: nn.Module, batch: object) -> Any:
 
 
 @contextmanager
+def untrained(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Have modules in evaluation mode without a call of their ``train``, which may merge adapters into weights."""
+    training = [child for child in modules if child.training]
+    for child in training:
+        child.training = False
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
+
+
+@contextmanager
 def as_evaluated(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[set[torch.dtype]]:
     """Let a module run without random numbers, recomputation and compiled blocks; yield the dtypes it computes in."""
     modules = list(module.modules())
@@ -221,7 +234,7 @@ def as_evaluated(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[set
         dtypes.update(tensor.dtype for tensor in tensors_in(args) if tensor.is_floating_point())
 
     handles = [block.register_forward_pre_hook(look) for block in blocks]
-    with uncompiled(modules), evaluating(module):
+    with uncompiled(modules), untrained(modules):
         for child in modules:
             set_recomputed(child, False)
         try:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from meshpar.step.inner_calls import in_place_of
 from meshpar.trials.copies import CannotCopy, copied_state, copy_block, undisturbed
+from meshpar.trials.engine import as_evaluated
 
 Pair = namedtuple("Pair", "left right")
 LOSSES, CALLS = [], 0
@@ -178,3 +179,17 @@ def test_an_attribute_that_appears_in_a_run_is_the_copys():
     with copied_state(module, None):
         assert module.doubled == 2
     assert "doubled" not in vars(module)
+
+
+class Merges(nn.Linear):
+    """A layer as libraries of adapters write it: its mode decides what its weight is."""
+
+    def train(self, mode=True):
+        raise AssertionError("a trial calls train()")
+
+
+def test_a_trial_evaluates_modules_without_a_call_of_their_train():
+    module = nn.Sequential(Merges(2, 2))
+    with as_evaluated(module, []):
+        assert not module[0].training and not module.training
+    assert module[0].training and module.training
