@@ -3,6 +3,7 @@
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -307,7 +308,7 @@ def test_a_failure_of_one_rank_alone_is_forgotten_where_it_goes_on(monkeypatch):
     monkeypatch.setattr(stage_checks, "_ALIKE_S", 0.1)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 3)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    errors = StageErrors(lambda: "stage 1, a forward", 1, 1)
+    errors = StageErrors(Mock(rank=1, ranks=1), lambda: "stage 1, a forward")
     for _ in range(2):
         with pytest.raises(KeyError):
             errors.fail(KeyError("a label is missing"))

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from unittest import mock
 
 import torch
@@ -15,6 +16,7 @@ from meshpar import (
     ExpertParallel,
     FullyShard,
     HybridShard,
+    MeshparError,
     ModelLayout,
     PipelineParallel,
     Plan,
@@ -133,6 +135,7 @@ class Line(nn.Module):
         self.layers = nn.ModuleList((Lends if habit == "lends" else nn.Linear)(8, 8) for _ in range(4))
 
     def forward(self, ids):
+        self.calls = self.habit == "counts" and getattr(self, "calls", 0) + 1
         hidden = self.embed(ids)
         if self.habit == "lends":
             lent = None
@@ -165,10 +168,14 @@ def square(module, ids):
     return module(ids).square().sum()
 
 
-def staged(loss=square, micro=MICRO, habit="", layout=LINE, mesh=PP, passes=None, as_does=None, **options):
-    """Train a step on stages, and compare the sum of losses with that of one process."""
+def staged(loss=square, micro=MICRO, habit="", layout=LINE, mesh=PP, passes=None, as_does=None, fails=False, **options):
+    """Train a step on stages, after one that ``fails``, and compare the sum of losses with that of one process."""
     passes = [PipelineParallel(**options)] if passes is None else passes
     par = Plan(mesh, passes).apply(made(lambda: Line(habit)), layout)
+    if fails:
+        with suppress(ZeroDivisionError, MeshparError):
+            par.backward(micro, lambda module, ids: square(module, ids) * (1 // 0))
+        par.module.zero_grad()
     total = par.backward(micro, loss)
     total = total[0] if isinstance(total, tuple) else total
     alone = made(lambda: Line(as_does or habit))
@@ -479,6 +486,9 @@ ROWS = [
         "let it compute a new tensor there, such as by hidden = hidden * scale",
         lambda: staged(habit="scales", as_does="writes"),
     ),
+    TwoRanks("a step before this one ended with an error, until which stages of pp have run other forwards than one")
+    .refuses(lambda: staged(habit="counts", fails=True))
+    .helps("build the model and apply the plan again", lambda: staged(habit="counts", as_does="")),
     TwoRanks("the module is called twice for one micro-batch")
     .refuses(lambda: staged(twice))
     .helps("join the inputs of both calls along the samples", lambda: staged(joined)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias, final
@@ -35,6 +35,14 @@ _State: TypeAlias = list[dict[str, tuple[Any, list[Any]]]]
 """Of each module its attributes, and what is in those that are containers."""
 
 
+def state_of(modules: Iterable[nn.Module]) -> _State:
+    """Return what the user's code keeps on modules."""
+    return [
+        {name: (value, items_in(value)) for name, value in vars(module).items() if name not in _EVERY_MODULES}
+        for module in modules
+    ]
+
+
 class StageEndsError(BaseException):
     """Unwind out of the loss function after this stage has sent its activations. Not an error; do not catch it."""
 
@@ -62,22 +70,16 @@ class Attributes:
         """Begin a forward of a micro-batch."""
         self._later = None
         if first:
-            self._newest, self._begun[number] = number, self._now()
+            self._newest, self._begun[number] = number, state_of(self._modules)
             return
         if number != self._newest:
-            self._later = self._now()
+            self._later = state_of(self._modules)
         self._set(self._begun.pop(number) if last else self._begun[number])
 
     def end(self) -> None:
         """End a forward."""
         if self._later is not None:
             self._set(self._later)
-
-    def _now(self) -> _State:
-        return [
-            {name: (value, items_in(value)) for name, value in vars(module).items() if name not in _EVERY_MODULES}
-            for module in self._modules
-        ]
 
     def _set(self, states: _State) -> None:
         for module, state in zip(self._modules, states, strict=True):

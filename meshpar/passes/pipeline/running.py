@@ -37,7 +37,7 @@ class Layers(HandsOn):
         self, portion: Portion, schedule: str, shared: dict[str, tuple[int, ...]], buffers: Sequence[str] = ()
     ) -> None:
         self.portion, self._schedule, self.rank, self.ranks = portion, schedule, portion.rank, portion.ranks
-        self._errors = StageErrors(self._acting, portion.rank, portion.ranks)
+        self._errors = StageErrors(portion, self._acting)
         self.edges = Edges(portion, self._acting, self._fail)
         self.ties = StageTies(portion, shared, self._messages)
         self._inputs = StageInputs(self.edges, self.gather, buffers)
@@ -143,6 +143,7 @@ class Layers(HandsOn):
                     self.edges.begin_back(action.chunk, action.number, arrived, left)
                     self._try(self.edges.backward, self.edges.pass_back)
             self._messages.settle_all()
+            self._try(self._errors.counts.refuse, bool)
             used = self._share(totals)
         except BaseException:
             abandon()
@@ -151,6 +152,7 @@ class Layers(HandsOn):
             self.edges.hands_back()
         self.ties.add_up(before, used)
         self._action = None
+        self._errors.counts.trust()
 
     def _begin_step(self, before: int) -> None:
         self._before, self._action, self.goes_on = before, None, False
@@ -190,6 +192,7 @@ class Layers(HandsOn):
         error, cause = self._errors.error, self._errors.cause
         self._transfers.failed = True  # the step, on all stages
         self._begin_step(self._before)
+        self._errors.counts.doubt()
         every = self.gather((cause, digests))
         if error is not None and cause:
             raise error
@@ -303,6 +306,7 @@ class Layers(HandsOn):
                     for chunk in range(last + 1):
                         for number, batch in group:
                             self._run_forward(Action("F", number, chunk), partial(run, batch))
+                self._try(self._errors.counts.refuse, bool)
                 self._before += len(batches)
             counted(0)
             self._messages.settle_all()

@@ -10,15 +10,16 @@ from typing import Any, Final, NoReturn, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshpar._torch.groups import default_store
 from meshpar.core.errors import MeshparError, brief
 from meshpar.exchange.ranks import Looks
 from meshpar.passes.host_reads import beside
-from meshpar.passes.pipeline.edges import Edges, digest_of
+from meshpar.passes.pipeline.edges import Edges, digest_of, state_of
 from meshpar.passes.pipeline.messages import BACK, FAILED_ALONE, FORTH, FailedBeforeError, StageMessages, failed_alone
 from meshpar.passes.pipeline.portion import Portion
+from meshpar.passes.pipeline.stand_ins import StandIn
 from meshpar.tensors.placements import local_tensor
 
 _ALIKE_S = 10.0  # in which an error comes on all ranks of a stage, if it does
@@ -26,11 +27,63 @@ _EXACT: Final = (1 << 48) - 1  # digests of 48 bits are exact in float64
 
 
 @final
+class ForwardCounts:
+    """Refuse steps after an error of a model whose forwards change attributes or buffers, such as counts: until the
+    error, stages have run forwards of other micro-batches than one process.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._failed, self._before = module, False, dict[str, list[Any]]()
+
+    def doubt(self) -> None:
+        """Note that a step or an evaluation has ended with an error."""
+        self._failed = True
+
+    def begin(self) -> None:
+        """Begin a step or an evaluation."""
+        self._before = self._now() if self._failed else {}
+
+    def refuse(self) -> None:
+        """Raise where forwards of the first step after an error have changed something."""
+        if not self._failed:
+            return
+        now, before = self._now(), self._before
+        if changed := [name for name in now if not (name in before and all(map(_is_same, now[name], before[name])))]:
+            raise MeshparError(
+                "a step before this one ended with an error, until which stages of pp have run other forwards than one "
+                f"process, and forwards change {', '.join(changed[:3])}; build the model and apply the plan again, and "
+                "load the last checkpoint"
+            )
+
+    def trust(self) -> None:
+        """Note that a step has ended without one."""
+        self._failed = False
+
+    def _now(self) -> dict[str, list[Any]]:
+        """Return what modules keep, by name: attributes with what is in containers, and versions of buffers."""
+        named = {name: child for name, child in self._module.named_modules() if not isinstance(child, StandIn)}
+        return {
+            f"{name}.{key}".lstrip("."): [value, len(items), *items]
+            for name, state in zip(named, state_of(named.values()), strict=True)
+            for key, (value, items) in state.items()
+        } | {
+            name: [buffer, buffer._version]
+            for name, buffer in self._module.named_buffers()
+            if not buffer.is_inference()
+        }
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) is int and one == other)
+
+
+@final
 class StageErrors:
     """The first error of this rank in a step; ``acting`` returns which stage runs, in which action."""
 
-    def __init__(self, acting: Callable[[], str], rank: int, ranks: int) -> None:
-        self._acting, self._rank, self._ranks = acting, rank, ranks
+    def __init__(self, portion: Portion, acting: Callable[[], str]) -> None:
+        self._acting, self._rank, self._ranks = acting, portion.rank, portion.ranks
+        self.counts = ForwardCounts(portion.module)
         # that ended an action of this step, of which the other stages do not know yet
         self.error: Exception | None = None
         # where and what it was, where it is this stage's own
@@ -40,6 +93,7 @@ class StageErrors:
     def begin(self) -> None:
         """Begin a step: forget the last one's error, also before the other ranks."""
         self.error, self.cause = None, ""
+        self.counts.begin()
         if self._reported:
             forget_alone()
             self._reported = False

@@ -187,6 +187,53 @@ def test_what_a_forward_counts_is_counted_once_a_micro_batch(options):
     assert counts[STEPS:] == [pytest.approx(one, rel=1e-6) for one in counts[:STEPS]]
 
 
+class CountingBlock(Block):
+    def forward(self, x):
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+def with_a_buffer():
+    net = model()
+    net.blocks[3].__class__ = CountingBlock
+    net.blocks[3].register_buffer("calls", torch.zeros(()))
+    return net.double()
+
+
+COUNTING = [(counting, "calls"), (with_a_buffer, "blocks.3.calls"), (model, "")]
+AFTER_ERRORS = [(*make, where) for make in COUNTING for where in ("loss", "data", "evaluation")]
+
+
+@pytest.mark.parametrize("make, name, where", daily(AFTER_ERRORS, AFTER_ERRORS[1], AFTER_ERRORS[3], AFTER_ERRORS[8]))
+@on_ranks(2)
+def test_after_an_error_a_model_whose_forwards_count_is_refused_until_it_is_built_again(make, name, where):
+    par, batches = stages(make(), ModelLayout(blocks=("blocks.*",))), micro_batches(0)
+    weights = par.state_dict(full=True, everywhere=True)
+    expected = par.backward(batches, plain_loss)
+
+    def fails(net, batch):
+        return plain_loss(net, batch) * (1 // int(batch is not batches[1]))
+
+    with pytest.raises((ZeroDivisionError, MeshparError)):
+        if where == "evaluation":
+            with torch.no_grad():
+                par.forward(batches, fails)
+        else:
+            par.backward(
+                batches if where == "loss" else (one * (1 // int(one is not batches[1])) for one in batches), fails
+            )
+    for _ in range(2 if name else 0):  # also when it is tried again
+        par.module.zero_grad()
+        with pytest.raises(MeshparError, match=f"a step before this one ended with an error.*forwards change {name}"):
+            par.backward(batches, plain_loss)
+        with torch.no_grad(), pytest.raises(MeshparError, match=f"forwards change {name}"):
+            par.forward(batches, plain_loss)
+    par = stages(make(), ModelLayout(blocks=("blocks.*",))) if name else par
+    par.load_state_dict(weights)
+    par.module.zero_grad()
+    torch.testing.assert_close(par.backward(batches, plain_loss), expected)
+
+
 NUMBERS = [
     lambda par: torch.nn.utils.clip_grad_norm_(par.module.parameters(), 0.3),
     lambda par: torch.nn.utils.get_total_norm(grads_of(par)),
