@@ -38,7 +38,7 @@ import numpy
 
 from meshpar import MeshparError, PipelineParallel, StagesLayout
 
-NOW, SEEN, DRAW = [0], [], torch.Generator()
+NOW, SEEN, FAILED, DRAW = [0], [], [], torch.Generator()
 KINDS, BLOCKS = @kinds, @blocks
 
 
@@ -152,7 +152,7 @@ ALONE = """
 LOOP = """
 def train(apply):
     record, mine, model, NOW[0] = {}, {}, build(), -1
-    SEEN.clear()
+    SEEN.clear(), FAILED.clear()
     DRAW.manual_seed(5)
     random.seed(5)
     numpy.random.seed(5)

@@ -9,7 +9,7 @@ from after_apply_habits import ALWAYS, FROM, ONCE, Habit
 EACH = "for p in module.parameters():"
 SUM = "sum(full(p).pow(2).sum() for p in module.parameters())"
 GRADS = "[p.grad for p in module.parameters() if p.grad is not None]"
-AGAIN = ("except (ValueError, MeshparError):", "    optimizer.zero_grad()", "    SEEN.append(0)")
+AGAIN = ("except (ValueError, MeshparError):", "    optimizer.zero_grad()", "    FAILED.append(0)")
 TRY = ("try:", "    total = par.backward(micro, loss)", *AGAIN, "    total = par.backward(micro, loss)")
 
 
@@ -167,13 +167,13 @@ HABITS: dict[str, Habit] = {
     "loss_of_a_micro_batch": _loss("items", value="SEEN.append(value.detach())", between='mine |= {f"seen {step} of {n}": mean(one) for n, one in enumerate(SEEN)}'),
     "scaled_by_the_last": _habit("items", start="last = 1.0", value="value = value * last", between="last = min(total.item(), 1.0)"),
     # Errors
-    "fails": _habit("errors", (ONCE,), value=("if not SEEN:", "    raise ValueError"), backward=TRY),
-    "fails_before": _habit("errors", (ONCE,), before=("if not SEEN:", "    raise ValueError"), backward=TRY),
-    "fails_in_a_block": _habit("errors", (ONCE,), block=("if NOW[0] == @k and not SEEN:", "    raise ValueError"), backward=TRY),
-    "fails_in_data": _habit("errors", (ONCE,), backward=("try:", "    par.backward((one for one in (*micro, 1 / 0 if SEEN else None)), loss)", "except (TypeError, ZeroDivisionError, MeshparError):", "    optimizer.zero_grad()", "total = par.backward(micro, loss)")),
-    "fails_on_one_rank": _habit("errors", (ONCE,), before=("if not SEEN and par.rank() // par.data_size in (0, @k):", "    raise ValueError"), backward=TRY),
-    "fails_uncleared": _habit("errors", (ONCE,), value=("if not SEEN:", "    raise ValueError"), backward=tuple(line for line in TRY if "zero_grad" not in line)),
-    "fails_in_a_hook": _habit("errors", (ONCE,), start="hooked = module.head.register_forward_hook(lambda *_: 1 / 0 if NOW[0] == @k and not SEEN else None)", backward=(*TRY[:2], "except (ZeroDivisionError, MeshparError):", *AGAIN[1:], TRY[-1])),
+    "fails": _habit("errors", (ONCE,), value=("if not FAILED:", "    raise ValueError"), backward=TRY),
+    "fails_before": _habit("errors", (ONCE,), before=("if not FAILED:", "    raise ValueError"), backward=TRY),
+    "fails_in_a_block": _habit("errors", (ONCE,), block=("if NOW[0] == @k and not FAILED:", "    raise ValueError"), backward=TRY),
+    "fails_in_data": _habit("errors", (ONCE,), backward=("try:", "    par.backward((one for one in (*micro, 1 / 0 if FAILED else None)), loss)", "except (TypeError, ZeroDivisionError, MeshparError):", "    optimizer.zero_grad()", "total = par.backward(micro, loss)")),
+    "fails_on_one_rank": _habit("errors", (ONCE,), before=("if not FAILED and par.rank() // par.data_size in (0, @k):", "    raise ValueError"), backward=TRY),
+    "fails_uncleared": _habit("errors", (ONCE,), value=("if not FAILED:", "    raise ValueError"), backward=tuple(line for line in TRY if "zero_grad" not in line)),
+    "fails_in_a_hook": _habit("errors", (ONCE,), start="hooked = module.head.register_forward_hook(lambda *_: 1 / 0 if NOW[0] == @k and not FAILED else None)", backward=(*TRY[:2], "except (ZeroDivisionError, MeshparError):", *AGAIN[1:], TRY[-1])),
     # Writes, after apply
     "scaled": _written('module.get_parameter("@p").mul_(0.9)'),
     "scaled_data": _written(EACH, "    p.data.mul_(0.9)"),
