@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
@@ -107,6 +109,8 @@ class TrainerOnMesh(Trainer):
         self._divide(self.model)
         if (reference := self._reference) is not None:
             reference.plan.apply(reference.module)
+        if (engine := getattr(self, "vllm_generation", None)) is not None:
+            _publish_to(engine, self.model, self._par)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
@@ -366,6 +370,33 @@ class TrainerOnMesh(Trainer):
     def _load_best_model(self) -> None:
         with CheckpointManager(str(self.state.best_model_checkpoint), keep=None) as checkpoints:
             checkpoints.restore(self._saved(), random=False)
+
+
+def _publish_to(engine: Any, model: Any, par: Parallelized) -> None:
+    """Let TRL's engine send vLLM whole weights of the mesh, adapters of LoRA added."""
+    stream, adapters = par.published(), getattr(model, "peft_config", {})
+    has_other_kinds = any(config.peft_type != "LORA" or config.fan_in_fan_out for config in adapters.values())
+    leftover_names = [item.name for item in stream.metadata() if "lora_" in item.name or "modules_to_save" in item.name]
+    if has_other_kinds or leftover_names:
+        raise MeshparError(
+            f"use_vllm is True, and the adapters {', '.join(adapters)} are no part of the weights that vLLM gets "
+            f"({', '.join(leftover_names[:2])}); expected no adapters, or one adapter of LoRA in linear layers, "
+            "without use_dora, lora_bias and modules_to_save: pass such an adapter, or drop use_vllm"
+        )
+
+    def send() -> None:
+        weights = ((name.replace(".base_layer", ""), tensor) for name, tensor in stream)
+        if dist.get_rank() == stream.to:
+            metadata = [
+                (name.replace(".base_layer", ""), str(dtype).removeprefix("torch."), list(shape))
+                for name, dtype, shape in stream.metadata()
+            ]
+            engine.vllm_client.update_named_params(metadata, weights)
+            engine.vllm_client.reset_prefix_cache()
+        else:
+            deque(weights, maxlen=0)
+
+    engine.sync_weights = send
 
 
 def _export_adapters(model: Any, par: Parallelized, folder: Path, *, writes: bool) -> None:

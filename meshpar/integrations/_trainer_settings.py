@@ -49,7 +49,7 @@ _SETTINGS = {
     "ddp_static_graph": _NO_DDP,
     "predict_with_generate": _Setting((False, None), "drop it, and generate after training"),
     "batch_sampler": _Setting(("batch_sampler",), "drop it, because others choose among the samples of one rank"),
-    "use_vllm": _Setting((False, None), "drop it, and generate by transformers"),
+    "vllm_mode": _Setting(("server",), "set it, and start `vllm serve`, because no rank has whole weights"),
     "sync_ref_model": _Setting((False, None), "drop it, because the reference model is frozen on the mesh"),
 }
 """Of TrainingArguments, those of which some values would train in other ways than one process."""
@@ -70,6 +70,8 @@ def check_arguments(arguments: TrainingArguments) -> None:
     """Refuse the settings with which a mesh would not train as one process."""
     nested = vars(arguments.accelerator_config).items()
     settings = vars(arguments) | {f"accelerator_config.{name}": value for name, value in nested}
+    if not settings.get("use_vllm"):
+        settings.pop("vllm_mode", None)
     for name, setting in _SETTINGS.items():
         value = settings.get(name, setting.expected[0])
         value = getattr(value, "value", value)

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaForSequenceClassification
 
 from meshpar import MeshparError, Plan, distributed, passes_for
@@ -26,6 +27,8 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+
+from tests.support.vllm_server import serving, without_vllm
 
 PADDED = ("total_flos", "num_tokens")
 """What trainers count with padding and repeated rows, which depend on the rows of a rank."""
@@ -97,6 +100,22 @@ def policy(make, folder, mesh):
     return trainer, []
 
 
+def served(make, folder, mesh, urls, adapters=None, **options):
+    """Completions come from a server, which gets the weights of each step; ``adapters`` are options of LoRA."""
+    settings = dict(
+        use_vllm=True, vllm_mode="server", vllm_server_base_url=urls[bool(mesh)], num_generations=2,
+        max_completion_length=6, generation_kwargs={"suppress_tokens": [0]}, max_steps=3, batch=4, bf16=False,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    rows = dict(train_dataset=table(["prompt"]), processing_class=tokenizer(), reward_funcs=variety)
+    adapted = LoraConfig(**{"target_modules": ["q_proj", "up_proj"], **(adapters or {})})
+    model = llama() if adapters is None else get_peft_model(llama(), adapted)
+    with without_vllm():
+        trainer = make(GRPOTrainer, model, args=arguments(folder, mesh, GRPOConfig, **settings | options), **rows)
+        trainer.train()
+    return trainer, []
+
+
 BY_RANK = (*PADDED, "clip_ratio", "sampling", "step_time", "entropy", "train_loss")
 """What GRPOTrainer averages over micro-batches, which it draws on each rank."""
 
@@ -105,6 +124,19 @@ BY_RANK = (*PADDED, "clip_ratio", "sampling", "step_time", "entropy", "train_los
 @pytest.mark.parametrize("mesh", ["dp_replicate=2", "dp_shard=2", "dp_replicate=2,dp_shard=2"])
 def test_a_policy_equals_one_process(mesh, tmp_path):
     compare(policy, mesh, tmp_path, skip=BY_RANK)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("adapters", [None, {}], ids=["whole", "lora"])
+@pytest.mark.parametrize("mesh", ["dp_replicate=2", "dp_shard=2", "dp_replicate=2,dp_shard=2"])
+def test_a_policy_whose_completions_a_server_generates_equals_one_process(mesh, adapters, tmp_path):
+    """The servers begin with other weights, and end with those before the last step."""
+    with serving(llama(seed=8)) as one, serving(llama(seed=9)) as other:
+        compare(served, mesh, tmp_path, skip=BY_RANK, urls=(one.url, other.url), adapters=adapters)
+        update = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+        assert other.calls == one.calls == ["/init_weight_transfer_engine", *update * 3]
+        for name, tensor in one.model.state_dict().items():
+            torch.testing.assert_close(other.model.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", daily(MESHES, "tp=2"))
@@ -138,8 +170,10 @@ def check_policies(folder):
         settings = arguments(folder, kind=GRPOConfig, bf16=False, num_generations=2, **options)
         return on_mesh(GRPOTrainer)(llama(), args=settings, plan=Plan(mesh, passes_for(mesh)), **rows)
 
-    with pytest.raises(MeshparError, match="drop it, and generate by transformers"):
+    with pytest.raises(MeshparError, match="set it, and start `vllm serve`, because no rank has whole weights"):
         make("dp_shard=2", use_vllm=True)
+    with serving(llama()) as server, without_vllm():
+        make("dp_shard=2", use_vllm=True, vllm_mode="server", vllm_server_base_url=server.url)
     make("dp_shard=2")
     message = "axis 'tp' has ranks with the same prompts, whose completions GRPOTrainerOnMesh would count twice"
     with pytest.raises(MeshparError, match=message):
@@ -150,3 +184,20 @@ def check_policies(folder):
 @pytest.mark.nightly
 def test_what_of_policies_a_mesh_would_change_is_refused(tmp_path):
     launch(__name__, "check_policies", 2, (tmp_path,))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "adapters", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens"]}], ids=str
+)
+def test_adapters_that_are_no_part_of_the_weights_that_are_sent_are_refused(adapters, tmp_path):
+    def make(kind, *args, **settings):
+        return on_mesh(kind)(*args, plan=Plan(), **settings)
+
+    with serving(llama()) as server:
+        message = "are no part of the weights that vLLM gets ("
+        refused(lambda: served(make, tmp_path, "", (server.url,), adapters), message)
+        prepare_process()
+        with distributed("cpu"):
+            served(make, tmp_path, "", (server.url,), {})
+            served(make, tmp_path, "", (server.url,), adapters, use_vllm=False)

@@ -85,9 +85,13 @@ ROWS = (
     Tested("averages its loss over the labels of a rank, because it gets no number of the labels on all ranks")
     .by("tests/integrations/test_transformers.py::check_refusals")
     .helps("pass compute_loss_func=", "compute_loss_func=squares_over_items"),
-    Tested("drop it, and generate by transformers")
+    Tested("set it, and start `vllm serve`, because no rank has whole weights")
     .by("tests/integrations/test_trl.py::check_policies")
-    .helps("drop it", 'make("dp_shard=2")'),
+    .helps("set it", 'vllm_mode="server"'),
+    Tested("are no part of the weights that vLLM gets ({})")
+    .by("tests/integrations/test_trl.py::test_adapters_that_are_no_part_of_the_weights_that_are_sent_are_refused")
+    .helps("pass such an adapter", "(server.url,), {})")
+    .helps("drop use_vllm", "use_vllm=False"),
     Tested("has ranks with the same {} {} would count twice")
     .by("tests/integrations/test_trl.py::check_policies")
     .helps("use a mesh of dp_replicate and dp_shard", 'make("dp_replicate=2")'),
