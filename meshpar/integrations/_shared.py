@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshpar import MeshparError, ModelLayout, Parallelized, Plan, Role, passes_for
 from meshpar.checkpoints import CheckpointManager, export_module
@@ -28,10 +29,9 @@ _DEPTH = 4
 """How deep an optimizer's attributes are searched for parameters that it keeps outside of its groups."""
 
 
-class _Replaced(NamedTuple):
-    """A parameter of before ``plan.apply``, its module and its name there."""
+class _Place(NamedTuple):
+    """The module of a parameter, and its name there, which passes keep."""
 
-    parameter: weakref.ref[Tensor]
     module: nn.Module
     name: str
 
@@ -41,8 +41,9 @@ class Plans:
     """The arguments ``plan`` and ``layout``: of every model, or of each by name."""
 
     def __init__(self, plan: AnyPlan, layout: AnyLayout) -> None:
-        self.of_every, self._layout = not isinstance(plan, Mapping), layout
-        self.by_name = {name: as_plan(value) for name, value in ({"": plan} if self.of_every else dict(plan)).items()}
+        by_name = plan if isinstance(plan, Mapping) else {"": plan}
+        self.by_name = {name: as_plan(value) for name, value in by_name.items()}
+        self.of_every, self._layout = by_name is not plan, layout
 
     @property
     def all(self) -> list[Plan]:
@@ -91,30 +92,25 @@ class ReplacedParameters:
     """The parameters that plans replaced, by which optimizers find those that took their places."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, _Replaced] = {}
+        self._places: MutableMapping[Tensor, _Place] = WeakTensorKeyDictionary()
 
     def note(self, module: nn.Module) -> None:
         """Remember the parameters of ``module``, to which a plan is about to be applied."""
         for name, parameter in module.named_parameters():
-            self._by_id[id(parameter)] = _Replaced(weakref.ref(parameter), module, name)
-
-    def find(self, parameter: Tensor) -> _Replaced | None:
-        """Return where a parameter of before was, None for one that no module had."""
-        replaced = self._by_id.get(id(parameter))
-        return replaced if replaced is not None and replaced.parameter() is parameter else None
+            self._places[parameter] = _Place(module, name)
 
     @contextmanager
-    def moving(self, optimizers: Sequence[Optimizer], by_module: Mapping[nn.Module, Parallelized]) -> Iterator[None]:
+    def moving(self, optimizers: Sequence[Optimizer], placed: Iterable[nn.Module]) -> Iterator[None]:
         """Apply plans in the block; then give the optimizers' groups and state the new parameters, in place.
 
         The groups are empty in the block, so that no optimizer keeps whole parameters in memory. Call :meth:`note`
-        first for each module.
+        first for each module; ``placed``: the modules on the mesh, those of the block among them.
 
         Raises:
             MeshparError: an optimizer holds parameters of no module, or keeps parameters or state that cannot be moved.
         """
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        entries = [[self.find(parameter) or parameter for parameter in group["params"]] for group in groups]
+        entries = [[self._places.get(parameter, parameter) for parameter in group["params"]] for group in groups]
         states = [self._take_state(optimizer) for optimizer in optimizers]
         for group in groups:
             group["params"] = []
@@ -123,7 +119,7 @@ class ReplacedParameters:
         finally:
             for group, members in zip(groups, entries, strict=True):
                 group["params"] = [_parameter_now(entry) for entry in members]
-        current = {id(parameter) for module in by_module for parameter in module.parameters()}
+        current = {id(parameter) for module in placed for parameter in module.parameters()}
         for optimizer, state in zip(optimizers, states, strict=True):
             kind = type(optimizer).__name__
             parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -144,18 +140,17 @@ class ReplacedParameters:
                     "build the optimizer from its parameters"
                 )
 
-    def _take_state(self, optimizer: Optimizer) -> list[tuple[_Replaced, Any]]:
+    def _take_state(self, optimizer: Optimizer) -> list[tuple[_Place, Any]]:
         """Take the state of replaced parameters out of an optimizer."""
-        entries = [(self.find(key), key) for key in optimizer.state if isinstance(key, Tensor)]
-        return [(entry, optimizer.state.pop(key)) for entry, key in entries if entry is not None]
+        noted = [key for key in optimizer.state if isinstance(key, Tensor) and key in self._places]
+        return [(self._places[key], optimizer.state.pop(key)) for key in noted]
 
     def _kept_outside(self, optimizer: Optimizer) -> str | None:
         """Return the attribute in which an optimizer still keeps a parameter of before."""
 
         def has_replaced(value: object, depth: int) -> bool:
             if isinstance(value, Tensor):
-                entry = self.find(value)
-                return entry is not None and _parameter_now(entry) is not value
+                return value in self._places and _parameter_now(self._places[value]) is not value
             if depth == 0:
                 return False
             if isinstance(value, Mapping):
@@ -169,11 +164,11 @@ class ReplacedParameters:
         return next((name for name, value in vars(optimizer).items() if has_replaced(value, _DEPTH)), None)
 
 
-def _parameter_now(entry: _Replaced | Tensor) -> Tensor:
-    return entry.module.get_parameter(entry.name) if isinstance(entry, _Replaced) else entry
+def _parameter_now(entry: _Place | Tensor) -> Tensor:
+    return entry.module.get_parameter(entry.name) if isinstance(entry, _Place) else entry
 
 
-def _check_state(kind: str, entry: _Replaced, values: Mapping[str, Any]) -> None:
+def _check_state(kind: str, entry: _Place, values: Mapping[str, Any]) -> None:
     """Refuse state of one parameter that has another shape, and so no part for each rank."""
     shape = tuple(_parameter_now(entry).shape)
     for key, value in values.items():

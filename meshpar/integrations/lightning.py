@@ -269,7 +269,7 @@ class MeshparStrategy(_OnMesh, DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the step that an error ended, so that the module can be trained further."""
-        for par in self._placed.values():
+        for par in self._placed.values() if self.optimizers else ():
             par.run.leave_step()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
