@@ -430,6 +430,17 @@ def test_what_a_folder_of_fabric_cannot_have_is_refused_and_what_the_message_say
             assert all("norm" in name for name in torch.load(f"{tmp_path}/part")["model"])
 
 
+@on_ranks(2)
+def test_models_of_fabric_get_their_plans_in_order():
+    strategy = MeshparFabricStrategy({"teacher": "dp_replicate=2", "student": Plan("dp_shard=2", [FullyShard()])})
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, plugins=[Ranks()])
+    fabric.launch()
+    models = [fabric.setup_module(transformer()).module for _ in range(2)]
+    assert [str(strategy.parallelized[model].spec) for model in models] == ["dp_replicate=2", "dp_shard=2"]
+    with pytest.raises(MeshparError, match="is model 3, and plan= has 2: teacher, student; give plan= a name"):
+        fabric.setup_module(transformer())
+
+
 @pytest.mark.parametrize("runs", daily([["dp_shard=2"], ["", "dp_shard=2", "tp=2"]], ["dp_shard=2"]))
 def test_the_example_prints_what_its_page_says(runs, tmp_path):
     """The last mesh of several resumes from the first one's checkpoint."""

@@ -297,6 +297,7 @@ def test_what_is_no_trainer_or_no_plan_is_refused(tmp_path):
         on_mesh(Trainer)(llama(), arguments(tmp_path), plan=Plan())
     with distributed("cpu"):
         on_mesh(Trainer)(llama(), arguments(tmp_path), plan=Plan())
+        on_mesh(Trainer)(llama(), arguments(tmp_path), plan="")
 
 
 def check_refusals(folder):
