@@ -29,7 +29,7 @@ _DEPTH = 4
 """How deep an optimizer's attributes are searched for parameters that it keeps outside of its groups."""
 
 
-class _Place(NamedTuple):
+class _Replaced(NamedTuple):
     """The module of a parameter, and its name there, which passes keep."""
 
     module: nn.Module
@@ -92,12 +92,12 @@ class ReplacedParameters:
     """The parameters that plans replaced, by which optimizers find those that took their places."""
 
     def __init__(self) -> None:
-        self._places: MutableMapping[Tensor, _Place] = WeakTensorKeyDictionary()
+        self._places: MutableMapping[Tensor, _Replaced] = WeakTensorKeyDictionary()
 
     def note(self, module: nn.Module) -> None:
         """Remember the parameters of ``module``, to which a plan is about to be applied."""
         for name, parameter in module.named_parameters():
-            self._places[parameter] = _Place(module, name)
+            self._places[parameter] = _Replaced(module, name)
 
     @contextmanager
     def moving(self, optimizers: Sequence[Optimizer], placed: Iterable[nn.Module]) -> Iterator[None]:
@@ -140,7 +140,7 @@ class ReplacedParameters:
                     "build the optimizer from its parameters"
                 )
 
-    def _take_state(self, optimizer: Optimizer) -> list[tuple[_Place, Any]]:
+    def _take_state(self, optimizer: Optimizer) -> list[tuple[_Replaced, Any]]:
         """Take the state of replaced parameters out of an optimizer."""
         noted = [key for key in optimizer.state if isinstance(key, Tensor) and key in self._places]
         return [(self._places[key], optimizer.state.pop(key)) for key in noted]
@@ -164,11 +164,11 @@ class ReplacedParameters:
         return next((name for name, value in vars(optimizer).items() if has_replaced(value, _DEPTH)), None)
 
 
-def _parameter_now(entry: _Place | Tensor) -> Tensor:
-    return entry.module.get_parameter(entry.name) if isinstance(entry, _Place) else entry
+def _parameter_now(entry: _Replaced | Tensor) -> Tensor:
+    return entry.module.get_parameter(entry.name) if isinstance(entry, _Replaced) else entry
 
 
-def _check_state(kind: str, entry: _Place, values: Mapping[str, Any]) -> None:
+def _check_state(kind: str, entry: _Replaced, values: Mapping[str, Any]) -> None:
     """Refuse state of one parameter that has another shape, and so no part for each rank."""
     shape = tuple(_parameter_now(entry).shape)
     for key, value in values.items():

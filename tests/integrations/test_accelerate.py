@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -549,10 +550,10 @@ def averaged(accelerator):
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers")
 @pytest.mark.parametrize("mesh", ["dp_shard=2", "tp=2"])
 @on_ranks("mesh")
 def test_an_average_of_diffusers_that_is_made_after_prepare_equals_one_process(mesh):
-    pytest.importorskip("diffusers")
     expected, found = averaged(plain()), averaged(on_mesh(mesh))
     for one, other in zip(found, expected, strict=True):
         assert_same_weights(one, other)
