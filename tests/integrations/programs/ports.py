@@ -35,6 +35,8 @@ class Port:
         resume: arguments with which it continues.
         resume_on_mesh: the same for the changed program, where they differ.
         resumes_at: the epoch with which it then begins.
+        variant: what differs from the program of the same heading.
+        adamw_eps: of torch's AdamW, for a program that has no argument for it.
         without_effect: parameters on which the small model's output does not depend; their gradients are rounding.
         metrics: pattern of files below OUT with numbers of evaluations.
         meshes: of the page; a run on one resumes on the next.
@@ -54,6 +56,8 @@ class Port:
     resume: str
     resume_on_mesh: str = ""
     resumes_at: int = 0
+    variant: str = ""
+    adamw_eps: float = 1e-8
     without_effect: tuple[str, ...] = ()
     metrics: str = ""
     meshes: tuple[str, ...]

@@ -5,6 +5,8 @@ Each program is pinned by its commit, and the files of its diff by their digests
 """
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import importlib.machinery
 import io
@@ -30,7 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from meshpar import MeshSpec
-from meshpar.testing import launch, whole
+from meshpar.testing import RankFailure, launch, whole
 from tests.integrations.programs.assets import WORDS, sentences
 from tests.integrations.programs.ports import Port, read_table
 from tests.nightly.strangers import vision_operators
@@ -117,7 +119,7 @@ def run(port: Port, arguments: list[str], folder: Path, result: Path, launched: 
     torch.manual_seed(0)  # some programs take no seed
     losses: list[torch.Tensor] = []
     trained: dict[str, nn.Parameter] = {}
-    backward, printed = torch.Tensor.backward, io.StringIO()
+    backward, adamw, printed = torch.Tensor.backward, torch.optim.AdamW, io.StringIO()
 
     def note_loss(loss: torch.Tensor, *options: object, **named: object) -> None:
         losses.append(loss.detach().clone())
@@ -128,6 +130,7 @@ def run(port: Port, arguments: list[str], folder: Path, result: Path, launched: 
         mock.patch.object(torch.Tensor, "backward", note_loss),
         mock.patch.object(_MapDatasetFetcher, "fetch", fetch),
         mock.patch.object(RandomSampler, "__iter__", iterate),
+        mock.patch.object(adamw, "__init__", functools.partialmethod(adamw.__init__, eps=port.adamw_eps)),
         without_accelerator(),
         contextlib.redirect_stdout(printed),
     ):
@@ -309,6 +312,13 @@ DINO = Port(
     metrics="log.txt",
     meshes=("dp_shard=2", "dp_replicate=2", "tp=2", "dp_shard=2,tp=2"),
 )
+DINO_ADAMW = dataclasses.replace(
+    DINO,
+    variant="-AdamW",
+    arguments=DINO.arguments.replace("--optimizer sgd --lr 0.2", "--optimizer adamw --lr 0.0064"),
+    adamw_eps=1e-3,
+    meshes=("dp_shard=2", "tp=2"),
+)
 NANOCHAT = Port(
     heading="nanochat",
     source=("karpathy/nanochat", "92d63d4e8bb4df75c3b71618f31ddde2378b2bcd"),
@@ -333,10 +343,11 @@ PORTS = (NANOGPT, OPEN_CLIP, TIMM, DINO, NANOCHAT)
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """Return a function that returns a changed program's folder, and what the published one found: at first, resumed."""
-    checked_out: dict[str, tuple[Path, list[object]]] = {}
+    checked_out: dict[tuple[str, str], tuple[Path, list[object]]] = {}
 
     def check_out(port):
-        if port.heading not in checked_out:
+        key = port.heading, port.variant
+        if key not in checked_out:
             folders = [*sys.path, os.environ.get("MESHPAR_PROGRAMS", "")]
             for package in port.packages:
                 if importlib.machinery.PathFinder.find_spec(package, folders) is None:
@@ -352,8 +363,8 @@ def programs(tmp_path_factory):
             port.change(changed)
             runs = [run_on_ranks(port, published, published.parent / "out", None, resume) for resume in (False, True)]
             assert len(runs[0]["losses"]) >= 10
-            checked_out[port.heading] = changed, runs
-        return checked_out[port.heading]
+            checked_out[key] = changed, runs
+        return checked_out[key]
 
     return check_out
 
@@ -361,14 +372,21 @@ def programs(tmp_path_factory):
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("port", "mesh", "later_mesh"), [
-    pytest.param(port, mesh, later_mesh, id=f"{port.heading}-{mesh}")
-    for port in PORTS
+    pytest.param(port, mesh, later_mesh, id=f"{port.heading}{port.variant}-{mesh}")
+    for port in (*PORTS, DINO_ADAMW)
     for mesh, later_mesh in zip(port.meshes, [*port.meshes[1:], port.last_mesh], strict=True)
 ])  # fmt: skip
 def test_a_program_equals_itself_in_one_process_and_resumes_on_another_mesh(port, mesh, later_mesh, programs, tmp_path):
     changed, expected = programs(port)
     compare(run_on_ranks(port, changed, tmp_path / "out", mesh, False), expected[0])
     compare(run_on_ranks(port, changed, tmp_path / "out", later_mesh, True), expected[1])
+
+
+@pytest.mark.nightly
+def test_nanochat_on_tp_is_refused_by_name(programs, tmp_path):
+    changed, _ = programs(NANOCHAT)
+    with pytest.raises(RankFailure, match="TensorParallel has nothing to do: the layout has no table"):
+        run_on_ranks(NANOCHAT, changed, tmp_path / "out", "tp=2", False)
 
 
 def test_the_page_states_what_the_diffs_are():
