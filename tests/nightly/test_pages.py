@@ -16,9 +16,11 @@ NOT_HERE = {
     r"(MESHPAR_STORE=\S+ |torchrun \S+ \d |)python (-m )?benchmarks\b|torchrun .* benchmarks/|MESHPAR_STORE=": "minutes; make "
     "test-all runs their short forms",
     r".*\b(s3|gs|az)://|.*AWS_": "a store; tests/jobs/test_object_store.py",
-    r"meshpar jobs|.* --submit": "a scheduler; tests/jobs/test_launch.py and test_slurm.py",
+    r"meshpar jobs|srun |.* --submit": "a scheduler; tests/jobs/test_launch.py and test_slurm.py",
     r".* --head |.* --node-rank ": "several hosts; tests/jobs/test_train_options.py and test_replicas.py",
     r"meshpar run --elastic": "minutes of several replicas; tests/jobs/test_replicas.py",
+    r"meshpar launch slurm gpt2": "a corpus for gpt2's vocabulary; tests/jobs/test_slurm.py",
+    r"meshpar run gpt2": "minutes on eight ranks; tests/jobs/test_train_options.py",
     r"meshpar export .* --watch": "an export that waits for the end of a job; tests/jobs/test_publish.py",
     r"meshpar stacks": "a job that runs; tests/jobs/test_stacks.py",
     r".*weights_by_files|trackio |find runs|.*(/models/|chess\.yaml|weights\.py)": "a second program, or files of the reader's own",
@@ -42,6 +44,8 @@ averages: {ema: {decay: 0.5}}
 def commands(path):
     """The commands of a page, those of one block together, and whether the page shows an error below one."""
     for code in blocks(path, "console", "bash", ""):
+        if not re.search(r"(?m)^\$ ", code):  # a block of commands alone
+            code = re.sub(r"(?m)^(?=(meshpar|python|pip|srun) )", "$ ", code)
         for part in re.split(r"(?m)^\$ ", code.replace("\\\n", " "))[1:]:
             line, *after = part.splitlines()
             while line.count('"') % 2:  # a text of several lines
@@ -71,6 +75,9 @@ def folder(tmp_path_factory):
         (made / f"{name}.yaml").write_text(JOB)
     bad = next(code for code in blocks(ROOT / "docs" / "check.md", "yaml") if code.startswith("name: bad"))
     (made / "bad.yaml").write_text(bad)
+    for file in ("train.py", "my/trainer.py", "text/one.txt"):
+        (made / file).parent.mkdir(exist_ok=True)
+        (made / file).write_text("import torch\n" * 400)
     (made / "held_out.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8"))
     (made / "chat.jsonl").write_text('{"prompt": "Sky?", "completion": "Blue."}\n' * 40)
     (made / "pairs.jsonl").write_text("".join(f'{{"article": "text {n}", "summary": "{n}"}}\n' for n in range(400)))
