@@ -33,7 +33,7 @@ FILES = tuple(
 )
 NAMES = {
     "_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "all_reduce", "copy_to", "copy_weight",
-    "reduce_from", "gather_partial", "reduce_scatter", "gather_replicated", "split_replicated", "regroup",
+    "reduce_from", "gather_partial", "reduce_scatter", "gather_replicated", "split_replicated", "own_parts",
     "sum_gradients", "enter", "leave", "part", "join", "join_after", "reshard", "reduce", "drop_unreduced_gradients",
     "make_ready", "all_gather_into_tensor", "reduce_scatter_tensor", "recv", "isend", "broadcast",
     "broadcast_object_list", "all_gather_object", "add_up", "_share", "_meet", "exchanged", "send", "receive",

@@ -34,9 +34,7 @@ from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms, pre
 from meshpar.passes.tensor.collectives import SimulatedGroup, SimulatedRanks
 from meshpar.passes.tensor.context import Context
 from meshpar.process.preview import EndOfPreview, PlannedModel, is_preview, planned_ranks
-from meshpar.same_bits.kernels import fix_kernels
-from meshpar.same_bits.norms import RUNS
-from meshpar.same_bits.problems import bits_problems
+from meshpar.same_bits.limits import RUNS, bits_problems, fix_kernels
 from meshpar.same_bits.trees import SameBits
 from meshpar.state.description import Description, describe
 from meshpar.state.initialize import check_weights

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
@@ -19,18 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshpar.core.errors import MeshparError
 
-_ITERATE = torch.Tensor.__iter__
-_DRAWS = {
-    *("alpha_dropout", "bernoulli", "bernoulli_", "dropout", "dropout1d", "dropout2d", "dropout3d", "dropout_"),
-    *("feature_alpha_dropout", "feature_dropout", "multi_head_attention_forward", "multinomial", "normal", "normal_"),
-    *("native_dropout", "rand_like", "randint_like", "randn_like", "random_", "rrelu", "scaled_dot_product_attention"),
-    *("uniform_", "gumbel_softmax", "exponential_"),
-}
-"""Names of functions that draw random numbers, or may."""
-AROUND_DRAWS: ContextVar[Callable[[int], AbstractContextManager[None]] | None] = ContextVar("around", default=None)
-"""What runs around such a function of the part of a number."""
-_REGISTER_HOOK = torch.Tensor.register_hook
-_SET_ITEM = torch.Tensor.__setitem__
+BEFORE_PART: ContextVar[Callable[[int], None] | None] = ContextVar("before_part", default=None)
+"""What runs before each function of the part of a number, while parts draw random numbers of their own."""
 
 
 @final
@@ -66,19 +55,18 @@ class TensorInParts(Tensor):
         wholes = [value for value in values if isinstance(value, TensorInParts)]
         name = getattr(func, "__name__", str(func))
         _check(func, name, args, kwargs, wholes)
-        if func is _ITERATE:
+        if func is torch.Tensor.__iter__:
             return iter(wholes[0].unbind(0))
-        if func is _REGISTER_HOOK:
-            handles = [_REGISTER_HOOK(part, *args[1:], **kwargs) for part in wholes[0].parts]
+        if func is torch.Tensor.register_hook:
+            handles = [func(part, *args[1:], **kwargs) for part in wholes[0].parts]
             return SimpleNamespace(remove=lambda: [handle.remove() for handle in handles])
-        count = len(wholes[0].parts)
-        around = AROUND_DRAWS.get() if name in _DRAWS else None
-        results = []
-        for number in range(count):
-            with nullcontext() if around is None else around(number):
-                of_part = [value.parts[number] if isinstance(value, TensorInParts) else value for value in values]
-                args, kwargs = tree_unflatten(of_part, form)
-                results.append(func(*args, **kwargs))
+        begin, results = BEFORE_PART.get(), []
+        for number in range(len(wholes[0].parts)):
+            if begin is not None:
+                begin(number)
+            of_part = [value.parts[number] if isinstance(value, TensorInParts) else value for value in values]
+            args, kwargs = tree_unflatten(of_part, form)
+            results.append(func(*args, **kwargs))
         return tree_map(partial(_join, name), *results)
 
     @classmethod
@@ -97,7 +85,7 @@ def _check(func: Any, name: str, args: Any, kwargs: dict[str, Any], wholes: Sequ
                 "a torch.autograd.Function inside of a split layer cannot compute in equal parts of tp; write it with "
                 "torch's operators, or drop parts= from TensorParallel"
             )
-    writes = func is _SET_ITEM or (name.endswith("_") and not name.endswith("__"))
+    writes = func is torch.Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
     target = args[0] if writes and args else kwargs.get("out")
     if isinstance(target, Tensor) and not isinstance(target, TensorInParts):
         raise MeshparError(

@@ -44,10 +44,8 @@ def probes(job: Simulation, depths: Depths) -> list[Simulation]:
             replace(pass_, stages=(blocks,) * stages) if isinstance(pass_, PipelineParallel) else pass_
             for pass_ in job.plan.passes
         ]
-        model = depths.shallow(stages * blocks)
-        return replace(
-            job, plan=Plan(spec, passes, same_bits=job.plan.same_bits), model=model, batch=batch, world_size=size
-        )
+        plan, model = Plan(spec, passes, same_bits=job.plan.same_bits), depths.shallow(stages * blocks)
+        return replace(job, plan=plan, model=model, batch=batch, world_size=size)
 
     return [probe(least), probe(least + 1)]
 

@@ -29,8 +29,8 @@ from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.stand_ins import is_idle
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.random import draws_random
-from meshpar.same_bits.dropout import DrawsBySample, DrawsNothing
-from meshpar.same_bits.gradients import TreeOfGradients, join_input_gradients
+from meshpar.same_bits.dropout import DrawsBySample
+from meshpar.same_bits.gradients import TreeOfGradients
 from meshpar.same_bits.trees import SameBits
 from meshpar.state.full import OptimizerStates, refuse_copies
 from meshpar.step.forward import Run, inside_a_call
@@ -51,18 +51,15 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
     moments += [OptimizerStates(of_some_layers=bool(resolved.divided(Role.LAYERS)))]
     if by_tree is not None:
         layers = facts.find(Layers)
-        chunk, is_last = (lambda: 0, lambda: True) if layers is None else (layers.chunk, layers.is_last)
-        moments.append(TreeOfGradients(module, guarded.units, by_tree, chunk, is_last))
-        join_input_gradients(map(module.get_submodule, resolved.blocks))
+        moments.append(TreeOfGradients(guarded, by_tree.ranks, layers))
         facts.add(moments[-1:])
-        if resolved.layout.dropout or draws_random(module):
+        declared = resolved.layout.dropout or draws_random(module)
+        if declared or layers is None:  # stages refuse undeclared draws themselves
             axes, here = resolved.held.axes, resolved.held.coordinates(dist.get_rank())
-            data_rank = reduce(lambda rank, axis: rank * axes[axis] + here[axis], resolved.averaged, 0)
-            moments.append(DrawsBySample(module, resolved.blocks, guarded.device, data_rank, by_tree.ranks))
-            if layers is not None:
-                layers.edges.by_sample = True
-        elif layers is None:  # stages look themselves
-            moments.append(DrawsNothing(module, guarded.device))
+            rank = reduce(lambda index, axis: index * axes[axis] + here[axis], resolved.averaged, 0)
+            moments.append(DrawsBySample(guarded, rank, by_tree.ranks, declared=declared))
+        if layers is not None:
+            layers.edges.by_sample = declared
     trials = explain = None
     ranks = Ranks.of(module, stages_of(resolved)) if resolved.reduced or guarded.guards != "off" else None
     facts.add([ranks])

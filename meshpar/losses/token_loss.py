@@ -239,8 +239,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         if parts:
             powers = [part_NV.contiguous().exp_() for part_NV in scores_NV.chunk(parts, -1)]
             scores_NV = torch.cat(powers, -1)
-            sums_2N = torch.stack([tree_sum([part_NV.sum(-1) for part_NV in powers]), picked_N])
-            sums_2N = sum_over(sums_2N, group)
+            sums_2N = sum_over(torch.stack([tree_sum([part_NV.sum(-1) for part_NV in powers]), picked_N]), group)
         else:
             sums_2N = torch.stack([scores_NV.exp_().sum(-1), picked_N])
             dist.all_reduce(sums_2N, dist.ReduceOp.SUM, group)

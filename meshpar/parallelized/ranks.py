@@ -232,8 +232,7 @@ class ModuleOnMesh:
         """
         if self.run.find(SameBits) is None:
             return self.data_sum(reduce(torch.add, parts))
-        self.run.agree("par.total")
-        return tree_sum(self._sum_by_tree(torch.stack(list(parts)).to(self.device)))
+        return tree_sum(self._reduce(torch.stack(list(parts)).to(self.device), dist.ReduceOp.SUM, "par.total"))
 
     def data_max(self, values: Tensor) -> Tensor:
         """Take the largest ``values`` of all samples and positions, in place, and return it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -17,11 +16,10 @@ from meshpar.core.patterns import matches
 from meshpar.losses.token_loss import Found as Losses
 from meshpar.losses.token_loss import Totals
 from meshpar.parallelized.ranks import ModuleOnMesh, compiled_form
-from meshpar.passes.pipeline.portion import parameters_elsewhere, tensors_elsewhere
+from meshpar.passes.pipeline.portion import all_parameters, tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.waiting import reads_of
 from meshpar.same_bits.gradients import TreeOfGradients
-from meshpar.same_bits.norms import joint_norms
 from meshpar.same_bits.trees import SameBits, tree_sum
 from meshpar.step.gathered_weights import Gathering
 from meshpar.tensors.placements import clip_grad_norms_
@@ -147,7 +145,9 @@ class TrainingSteps(ModuleOnMesh):
         Collective: every rank calls it.
         """
         tree, module = self.run.find(TreeOfGradients), self._called()
-        totals = Totals(self.device, None if tree is None else self._mean_of_ranks)
+        # the mean over ranks of the sums over micro-batches
+        mean = None if tree is None else lambda rows: tree_sum(self._sum_by_tree(rows)) / self.loss_size
+        totals = Totals(self.device, mean)
         if (stage := self.run.find(Layers)) is not None:
 
             def reduces(last: bool) -> None:
@@ -169,10 +169,6 @@ class TrainingSteps(ModuleOnMesh):
             for batch in self.accumulate(micro_batches, reduce_each=reduce_each):
                 totals.add(loss(module, batch)).backward()  # type: ignore[no-untyped-call]
         return totals.returned()
-
-    def _mean_of_ranks(self, rows: Tensor) -> Tensor:
-        """Return the sum over micro-batches, by the tree over all ranks' rows, divided by the number of ranks."""
-        return tree_sum(self._sum_by_tree(rows)) / self.loss_size
 
     def forward(self, micro_batches: Iterable[Micro], function: Callable[[nn.Module, Micro], Found]) -> list[Found]:
         """Evaluate: return ``function(module, micro_batch)`` of each micro-batch, without gradients, on any mesh.
@@ -262,7 +258,7 @@ class TrainingSteps(ModuleOnMesh):
         Collective: every rank calls it.
         """
         tree = self.run.find(TreeOfGradients)
-        if not self.run.backward.reducing or (tree is not None and tree.is_open):
+        if not self.run.backward.reducing or (tree is not None and tree.left):
             raise MeshparError(
                 "clip_grad_norm_ is called between the micro-batches of par.accumulate, whose gradients are reduced "
                 "in the last one; clip after the loop"
@@ -271,18 +267,14 @@ class TrainingSteps(ModuleOnMesh):
         self.reshard()
         places = self._counted_for(modules) if modules else {}
         row = {name: number for number, name in enumerate(["", *dict.fromkeys(places.values())])}
-        named = {**parameters_elsewhere(self.run), **dict(self.module.named_parameters())}
+        named = {**tensors_elsewhere(self.run), **dict(self.module.named_parameters())}
         rows = {id(named[name]): row[place] for name, place in places.items() if name in named}
         groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
         layers = self.run.find(Layers)
-        norms: Tensor | None = None
-        if tree is not None and not math.isinf(norm_type):
-            trained = [named[name] for name in sorted(named) if named[name].requires_grad]
-            apart = self.resolved.divided(Role.LAYERS)
-            norms = joint_norms(trained, groups, apart, norm_type, self.device, rows, len(row))
+        elements = 0 if tree is None else sum(parameter.numel() for parameter in all_parameters(self.module))
         stages = None if layers is None else (layers.group, layers.counted_elsewhere())
         parameters = self.module.parameters()
-        norms = clip_grad_norms_(parameters, groups, max_norm, norm_type, self.device, stages, rows, len(row), norms)
+        norms = clip_grad_norms_(parameters, groups, max_norm, norm_type, self.device, stages, rows, len(row), elements)
         return dict(zip(row, norms.unbind(), strict=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshpar._torch.tensors import foreach_add_, gradient_hooks, tree_map_only
-from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.same_bits.trees import SameBits
-from meshpar.step.moment import Moment
+from meshpar.passes.pipeline.running import Layers
+from meshpar.step.moment import Guarded, Moment
 from meshpar.tensors.placements import local_gradient, local_tensor
 
 Gradients = dict[nn.Parameter, Tensor]
@@ -25,29 +24,25 @@ Gradients = dict[nn.Parameter, Tensor]
 class TreeOfGradients(Moment):
     """The gradients of the micro-batches of a step, of each of which one backward leaves the sum over ranks."""
 
-    def __init__(
-        self, module: nn.Module, units: Units, fact: SameBits, chunk: Callable[[], int], is_last: Callable[[], bool]
-    ) -> None:
-        self._tables = [child._parameters for child in module.modules()]
-        self._units, self._part, self._chunk, self._is_last = units, 1.0 / fact.ranks, chunk, is_last
+    def __init__(self, guarded: Guarded, ranks: int, layers: Layers | None) -> None:
+        self._module, self._units, self._part, self._layers = guarded.module, guarded.units, 1.0 / ranks, layers
+        for name in guarded.resolved.blocks:
+            self._module.get_submodule(name).register_forward_pre_hook(_view_inputs, with_kwargs=True)
         # of each chunk: levels of the tree, and sums
         self._sums: dict[int, list[tuple[int, Gradients]]] = {}
-        self._left, self._due, self._running = 0, False, 0
+        # micro-batches that have yet to come: 2 several, 1 the last
+        self.left, self._due, self._running = 0, False, 0
         self._scaled: Any = None
-
-    @property
-    def is_open(self) -> bool:
-        """Some micro-batches of a step have yet to come."""
-        return self._left > 0
 
     def before_micro_batch(self, left: int) -> None:
         """Expect a backward; without one for the micro-batch before, that counts as zero. 0 ``left`` end the step."""
-        more_than_said = self._left == 1 and left == 2
+        more_than_said = self.left == 1 and left == 2
         if self._due and not more_than_said:
             self._push({})
-        elif left and not self._left and self._has_gradients():
+        elif left and not self.left and self._has_gradients():
             raise MeshparError(_EARLIER)
-        self._left, self._due, self._running = left, left > 0, self._chunk()
+        self.left, self._due = left, left > 0
+        self._running = 0 if self._layers is None else self._layers.edges.turn.chunk
         if not left:
             self._finish()
 
@@ -56,11 +51,11 @@ class TreeOfGradients(Moment):
         # Before the backward: divided afterwards, what the loss's scale underflows would follow the mesh.
         if not reaches():
             return
-        if not self._due and (self._left or self._has_gradients()):
-            raise MeshparError(_TWICE if self._left else _EARLIER)
-        if any(map(gradient_hooks, itertools.chain(self._parameters(), self._units.shards()))):
+        if not self._due and (self.left or self._has_gradients()):
+            raise MeshparError(_TWICE if self.left else _EARLIER)
+        if any(map(gradient_hooks, itertools.chain(self._module.parameters(), self._units.shards()))):
             raise MeshparError(_HOOKED)
-        if not self._is_last():
+        if self._layers is not None and self._layers.edges.turn.stage != self._layers.portion.last:
             return
         root, *more_roots = roots
         if more_roots:
@@ -83,13 +78,13 @@ class TreeOfGradients(Moment):
             return
         self._units.hide()
         grads: Gradients = {}
-        for parameter in self._parameters():
+        for parameter in self._module.parameters():
             if parameter.grad is not None:
                 local_gradient(parameter)  # leaves it divided as the parameter is
                 grads[parameter], parameter.grad = parameter.grad, None
         self._push(grads)
         self._due = False
-        if self._left == 1:
+        if self.left == 1:
             self._finish()
 
     def _push(self, grads: Gradients) -> None:
@@ -99,7 +94,7 @@ class TreeOfGradients(Moment):
         sums.append((level, grads))
 
     def _finish(self) -> None:
-        self._left = 0
+        self.left = 0
         for sums in self._sums.values():
             _, total = sums.pop()
             while sums:
@@ -109,13 +104,10 @@ class TreeOfGradients(Moment):
         self._sums.clear()
 
     def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._parameters())
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for table in self._tables for parameter in table.values() if parameter is not None)
+        return any(parameter.grad is not None for parameter in self._module.parameters())
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
-        if trains and self._left:
+        if trains and self.left:
             raise MeshparError(_INSIDE)
         for group in optimizer.param_groups if trains else ():
             dtypes = {parameter.dtype for parameter in group["params"] if runtime.on_host(parameter.device.type)}
@@ -125,20 +117,15 @@ class TreeOfGradients(Moment):
                 raise MeshparError(_HALF.format(half[0]))
 
     def leave_step(self, *, by_error: bool) -> None:
-        self._left, self._due = 0, False
+        self.left, self._due = 0, False
         self._sums.clear()
 
     def after_failed_backward(self) -> None:
         self.leave_step(by_error=True)
 
 
-def join_input_gradients(blocks: Iterable[nn.Module]) -> None:
-    """Let the gradients of a block's input be summed before those of its other uses, as in a unit of shards."""
-    for block in blocks:
-        block.register_forward_pre_hook(_view_inputs, with_kwargs=True)
-
-
 def _view_inputs(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - of hooks
+    """Let the gradients of a block's input be summed before those of its other uses, as in a unit of shards."""
     return tree_map_only(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, (args, kwargs))
 
 

@@ -8,7 +8,7 @@ first, is a subtree, and the sums of all j are added up by the same rule: a rank
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -19,9 +19,6 @@ from torch.nn import functional
 
 from meshpar._torch.groups import collective_ops as ops
 
-_WHOLE = 1 << 16
-"""Bytes up to which each rank gathers all ranks' values: one exchange in the place of two."""
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -31,15 +28,17 @@ class SameBits:
     ranks: int
 
 
-def tree_sum(parts: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
+def tree_sum(parts: Sequence[Tensor] | Tensor, out: Tensor | None = None) -> Tensor:
     """Return the sum of several tensors in the order of the tree, in ``out`` where it is given."""
-    parts = list(parts)
-    while len(parts) > 2:
-        last = parts[len(parts) // 2 * 2 :]
-        parts = [first + second for first, second in zip(parts[::2], parts[1::2])] + last
-    if len(parts) == 2:
-        return torch.add(parts[0], parts[1], out=out)
-    return parts[0].contiguous() if out is None else out.copy_(parts[0])
+    if len(parts) == 1:
+        return parts[0].contiguous() if out is None else out.copy_(parts[0])
+    half = 1 << ((len(parts) - 1).bit_length() - 1)
+    return torch.add(tree_sum(parts[:half]), tree_sum(parts[half:]), out=out)
+
+
+def to_the_other(length: int, group: dist.ProcessGroup) -> list[int]:
+    """Return the sizes of an all-to-all in which two ranks swap ``length`` rows."""
+    return [0, length] if group.rank() == 0 else [length, 0]
 
 
 def sum_over(values: Tensor, group: dist.ProcessGroup, *, in_place: bool = False) -> Tensor:
@@ -49,12 +48,9 @@ def sum_over(values: Tensor, group: dist.ProcessGroup, *, in_place: bool = False
         return values
     values = values.contiguous()
     if size == 2:
-        lengths = [0, values.numel()] if group.rank() == 0 else [values.numel(), 0]
+        lengths = to_the_other(values.numel(), group)
         other = ops.all_to_all_single(values.view(-1), lengths, lengths, group.group_name)
         return tree_sum([values, ops.wait_tensor(other).view_as(values)], out)
-    if values.nbytes <= _WHOLE:
-        every = ops.all_gather_into_tensor(values.view(-1), size, group.group_name)
-        return tree_sum(ops.wait_tensor(every).view(size, *values.shape), out)
     rest = -values.numel() % size
     flat = functional.pad(values.view(-1), (0, rest)) if rest else values.view(-1)
     result = torch.empty_like(values) if out is None else out
@@ -74,20 +70,9 @@ def average_(values: Tensor, groups: Sequence[dist.ProcessGroup], *, by_tree: bo
     values /= math.prod(group.size() for group in groups)
 
 
-def sum_share(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_share(stacked: Tensor, group: dist.ProcessGroup, *, by_tree: bool = True) -> Tensor:
     """Return this rank's share along dim 0 of the sum of the ranks' ``stacked``. Collective."""
     size = group.size()
-    if size == 1:
-        return stacked
     rows = [len(stacked) // size] * size
     received = ops.wait_tensor(ops.all_to_all_single(stacked.contiguous(), rows, rows, group.group_name))
-    return tree_sum(received.chunk(size))
-
-
-def fold(values: Tensor) -> Tensor:
-    """Return the sum along the last dim, by additions of halves alone, whose bits follow no kernel; overwrites them."""
-    while (width := values.shape[-1]) > 1:
-        half = 1 << ((width - 1).bit_length() - 1)
-        values[..., : width - half] += values[..., half:]
-        values = values[..., :half]
-    return values[..., 0]
+    return tree_sum(received.chunk(size)) if by_tree else received.unflatten(0, (size, -1)).sum(0)

@@ -22,7 +22,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.passes.pipeline.portion import tensors_elsewhere
 from meshpar.passes.pipeline.running import Layers
 from meshpar.process.waiting import reads_of
-from meshpar.same_bits.norms import refuse_norms_of_shards
+from meshpar.same_bits.limits import refuse_norms_of_shards
 from meshpar.step.forward import fact_of, run_of
 from meshpar.step.moment import Moment
 from meshpar.tensors.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor

@@ -37,14 +37,11 @@ class Backward:
         self,
         module: nn.Module,
         units: Units,
-        same_axes: Collection[str],
+        average_outside: Callable[[nn.Parameter, Callable[[], None]], None],
         listeners: Listeners,
         hands_on: HandsOn | None,
-        *,
-        by_tree: bool = False,
     ) -> None:
-        self._units, self._at, self._hands_on = units, listeners.at, hands_on
-        self._same_axes, self._by_tree = frozenset(same_axes), by_tree
+        self._units, self._at, self._hands_on, self._average_outside = units, listeners.at, hands_on, average_outside
         self._tables = [child._parameters for child in module.modules() if child._parameters]
         self._runs = self._reached_output = False
         self.reducing = True
@@ -54,8 +51,7 @@ class Backward:
     def mark(self) -> None:
         """Mark the shards, and average gradients that reach them from outside of a call, as by ``full_tensor()``."""
         for parameter in self._units.mark():
-            reach = functools.partial(self._reach_outside, parameter)
-            average_outside(parameter, self._same_axes, reach, by_tree=self._by_tree)
+            self._average_outside(parameter, functools.partial(self._reach_outside, parameter))
 
     def _reach_outside(self, parameter: nn.Parameter) -> None:
         self.expect_end()
@@ -153,7 +149,7 @@ def trained_outputs(output: object) -> list[Tensor]:
     return [tensor for tensor in tensors_in(output, objects=True) if tensor.requires_grad]
 
 
-def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None], *, by_tree: bool) -> None:
+def average_outside(parameter: Any, reached: Callable[[], None], *, kept: Collection[str], by_tree: bool) -> None:
     """Average gradients of a shard's ``full_tensor()`` in a loss over axes not ``kept``; ``by_tree``: sum them."""
     mesh: DeviceMesh = parameter.device_mesh
     data = [dim for dim, name in enumerate(mesh.mesh_dim_names or ()) if name not in kept and mesh.size(dim) > 1]

@@ -23,7 +23,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.registry import layout_for
 from meshpar.same_bits.trees import SameBits
-from meshpar.step.backward import Backward, trained_outputs
+from meshpar.step.backward import Backward, average_outside, trained_outputs
 from meshpar.step.gathered_weights import GatheredWeights, Gathering
 from meshpar.step.inner_calls import Calls, Explain
 from meshpar.step.moment import Guarded, HandsOn, Listeners, Moment
@@ -45,11 +45,11 @@ class Run:
         self.device, self.units, self.facts = guarded.device, guarded.units, guarded.facts
         self.lengths, self.guards, self.first_runs = guarded.lengths, guarded.guards, first_runs
         self.calls = Calls(self.module, explain)
-        same = self.resolved.same
         hands_on = self.facts.find(HandsOn)
         self._listeners = Listeners(())
         by_tree = self.facts.find(SameBits) is not None
-        self.backward = Backward(self.module, self.units, same, self._listeners, hands_on, by_tree=by_tree)
+        average = functools.partial(average_outside, kept=frozenset(self.resolved.same), by_tree=by_tree)
+        self.backward = Backward(self.module, self.units, average, self._listeners, hands_on)
         gathering = self.facts.find(Gathering)
         self._gathered: GatheredWeights | None = None
         if gathering is not None and (gathering.keeps or gathering.slices is not None):

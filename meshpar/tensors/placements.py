@@ -5,8 +5,8 @@ clipping by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch.dtensor import StridedShard, quiet_gathers
 from meshpar._torch.tensors import foreach_mul_, foreach_norm, held_part
+from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 
 _BUCKET = 1 << 22  # elements
+_CACHED = 1 << 16  # elements whose powers stay in a core's cache
 
 
 def shard_dim(placement: Placement) -> int | None:
@@ -165,13 +167,14 @@ def clip_grad_norms_(
     apart: tuple[dist.ProcessGroup, set[int]] | None = None,
     rows: Mapping[int, int] | None = None,
     count: int = 1,
-    norms: Tensor | None = None,
+    elements: int = 0,
 ) -> Tensor:
     """Scale gradients so that their joint norm is at most ``max_norm``; return the norms before, the joint one first.
 
     ``groups``: axis -> this rank's group, outermost first. ``apart``: ranks with other parameters, and the ``id`` of
     this rank's that another one counts. ``rows``: ``id`` of a parameter -> which of ``count`` norms has it, too.
-    ``norms``: where they are known. Collective over the groups of axes that split a parameter.
+    ``elements``: of how many of the whole model the powers are added exactly, in any order; 0: they are rounded.
+    Collective over the groups of axes that split a parameter.
     """
     parameters, rows = list(parameters), rows or {}
     stages, elsewhere = apart or (None, set[int]())
@@ -190,17 +193,23 @@ def clip_grad_norms_(
         if grad is not None:
             together = twice if elsewhere and id(parameter) in elsewhere else over[rows.get(id(parameter), 0)]
             together.append(held_part(grad))
-    if norms is None:
-        largest, dtypes = math.isinf(norm_type), {parameter.dtype for parameter in parameters}
-        wide = torch.float32 if dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
-        powers = {
-            axes: torch.stack([_power(grads, norm_type, device).to(wide) for grads in over])
-            for axes, over in parts.items()
-        }
-        joined = joined_over_axes(powers, groups, norm_type, torch.zeros(count, device=device))
+    largest, dtypes = math.isinf(norm_type), {parameter.dtype for parameter in parameters}
+    wide = torch.float32 if dtypes.isdisjoint((torch.float64, torch.complex128)) else torch.float64
+
+    def join(kind: float, power: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        powers = {axes: torch.stack([power(grads) for grads in over]) for axes, over in parts.items()}
+        joined = joined_over_axes(powers, groups, kind, torch.stack([power([])] * count))
         if stages is not None:
-            dist.all_reduce(joined, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=stages)
-        joined[0] = joined.max() if largest else joined.sum()
+            dist.all_reduce(joined, dist.ReduceOp.MAX if math.isinf(kind) else dist.ReduceOp.SUM, group=stages)
+        joined[0] = joined.amax(0) if math.isinf(kind) else joined.sum(0)
+        return joined
+
+    if elements and not largest:
+        top = join(math.inf, lambda grads: _power(grads, math.inf, device).to(wide))[0]
+        exact = _ExactPowers(norm_type, top, elements)
+        norms = exact.norms(join(norm_type, exact.power)).to(wide)
+    else:
+        joined = join(norm_type, lambda grads: _power(grads, norm_type, device).to(wide))
         norms = joined if largest else joined ** (1.0 / norm_type)
     if not math.isinf(max_norm):
         scale = (max_norm / (norms[0] + 1e-6)).clamp(max=1.0)
@@ -266,6 +275,47 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     norms = [torch.stack(foreach_norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()]
     stacked = torch.cat([norm.to(device, non_blocking=True) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+
+
+@final
+class _ExactPowers:
+    """Sums of |g|^p as whole numbers of units of float64, which no order of additions and no cut of a tensor changes.
+
+    A power, at most that of the ``largest`` gradient, is written in digits of so many bits that float64 adds up one of
+    each of all ``elements`` exactly, and in so many digits that the rest of all together is below float32's last bit.
+    """
+
+    def __init__(self, norm_type: float, largest: Tensor, elements: int) -> None:
+        if norm_type not in (1.0, 2.0):
+            raise MeshparError(
+                f"the norm of type {norm_type:g} takes powers, whose last bits depend on a value's place in memory; "
+                "under same_bits use norm_type=2, 1 or inf"
+            )
+        self._type, count_bits = norm_type, elements.bit_length()
+        self._base = 2.0 ** (52 - count_bits)
+        self._digits = -(-(25 + count_bits) // (52 - count_bits))
+        self._unit = torch.where(largest.isfinite(), largest, 1.0).to(torch.float64).clamp(min=1e-300)
+
+    def power(self, grads: list[Tensor]) -> Tensor:
+        """Return the sum of each digit over ``grads``, the highest first."""
+        sums = self._unit.new_zeros(self._digits)
+        for grad in grads:
+            scale = (self._base ** (1.0 / self._type) / self._unit).to(grad.device)
+            for part in grad.reshape(-1).split(_CACHED if runtime.on_host(grad.device) else _BUCKET):
+                rest = part.abs().to(torch.float64).mul_(scale).pow_(self._type)
+                for number in range(self._digits):
+                    digit = rest.floor()
+                    sums[number] += digit.sum().to(sums.device)
+                    rest.sub_(digit).mul_(self._base)
+        return sums
+
+    def norms(self, sums: Tensor) -> Tensor:
+        """Return the norms of rows of sums; what is not finite is so in the highest digit."""
+        total = torch.zeros_like(sums[:, 0])
+        for number, digit in enumerate(sums.unbind(-1), 1):
+            total += digit * self._base**-number
+        total = torch.where(sums[:, 0].isfinite(), total, sums[:, 0])
+        return total ** (1.0 / self._type) * self._unit
 
 
 def buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

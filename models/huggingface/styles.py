@@ -126,11 +126,8 @@ class Head(Style):
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         return Colwise(gather=self.gather).problems(name, module, size)
 
-    def length_in_parts(self, module: nn.Module) -> int:
-        return Colwise().length_in_parts(module)
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        Colwise(gather=self.gather).shard(name, module, context)
+    def split_dims(self, module: nn.Module) -> Mapping[str, int]:
+        return Colwise().split_dims(module)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         Colwise(gather=self.gather).install(name, module, context)

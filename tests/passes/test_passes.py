@@ -264,7 +264,7 @@ def test_collectives_of_features_are_compiled_in_one_graph():
 
     def compute(x):
         h = collectives.copy_to(x, group) * collectives.copy_weight(x, group)
-        h = collectives.regroup(collectives.gather_replicated(h, 8, group), 2, 1, group)
+        h = collectives.own_parts(collectives.gather_replicated(h, 8, group), 1, group, 2)
         return collectives.reduce_from(collectives.split_replicated(h, group), group).sin().sum()
 
     gradients = []

@@ -116,9 +116,6 @@ ROWS = [
     Row("same_bits on tp={} needs features that are computed in equal parts")
     .refuses(lambda: bits(TensorParallel()))
     .helps("write TensorParallel(parts={}) on this mesh and on every other one", lambda: bits(TensorParallel(parts=8))),
-    Row("same_bits sums squares of gradients in {} parts of columns, of which tp={} has more")
-    .refuses(lambda: bits(TensorParallel(parts=16), 16))
-    .helps("use tp={}", lambda: bits(TensorParallel(parts=16), 8)),
     Row("{} does not compute in the equal parts of TensorParallel(parts={})")
     .refuses(lambda: split(others=[Compile(blocks=("mlp",))]))
     .helps("drop {}", split)

@@ -97,6 +97,7 @@ def padded(*, mask, sequence_parallel=True):
     context = Context(
         mesh=None,
         group=None,
+        features=None,
         rank=0,
         root=model,
         sequence_parallel=sequence_parallel,

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from meshpar import ContextParallel, FullyShard, ModelLayout, PipelineParallel, Plan, Replicate
 from meshpar.testing import on_ranks
@@ -85,18 +84,6 @@ def step_inside(par, inputs, optimizer):
     for x in par.accumulate(inputs):
         par.module(x).sum().backward()
         optimizer.step()
-
-
-class Noisy(nn.Linear):
-    def forward(self, x):
-        return functional.dropout(super().forward(x), 0.5, self.training)
-
-
-def drawing(declared):
-    layout = ModelLayout(blocks=("*",), dropout=declared)
-    par = Plan("dp_shard=2", [FullyShard()], same_bits=True).apply(nn.Sequential(Noisy(4, 4)), layout)
-    par.manual_seed(0)
-    return par.module(torch.ones(2, 4)).shape == (2, 4)
 
 
 def third_norm(par, inputs, optimizer, norm_types=(3,)):
@@ -186,9 +173,6 @@ ROWS = [
     TwoRanks("of which same_bits leaves gradients after")
     .refuses(lambda: trained(step_inside))
     .helps("step after the loop", lambda: trained(accumulated)),
-    TwoRanks("so that they would follow the rank")
-    .refuses(lambda: drawing(False))
-    .helps("set ModelLayout", lambda: drawing(True)),
     TwoRanks("write it by other operators")
     .refuses(unordered)
     .helps("write it by other operators", lambda: unordered(lambda output: output + torch.ones(2, 4)))

@@ -41,6 +41,8 @@ DATA = {
     "pp-fsdp": ("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]),
 }
 CASES = [(plan, "transformer") for plan in PLANS] + [(plan, model) for model in MODELS for plan in ("fsdp-tp", "tp-4")]
+# biases of sums, each of one part of the sequence
+CASES += [("fsdp-tp-sequence", "gpt2")]
 
 
 @pytest.mark.parametrize(("plan", "model"), daily(dict.fromkeys(CASES), ("fsdp-tp", "transformer")))

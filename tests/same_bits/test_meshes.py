@@ -324,6 +324,19 @@ def test_hooks_on_parameters_are_refused_because_they_see_sums_that_follow_the_m
         par.backward([tokens(0), tokens(1)], functools.partial(scaled_loss, token_loss_sum, 1.0))
 
 
+@on_ranks(1)
+def test_draws_that_a_model_does_not_declare_are_refused():
+    for declared in (True, False):
+        module = Branches(dropout=0.1)
+        module.draws = declared
+        par = Plan("dp_shard=1", [FullyShard()], same_bits=True).apply(module)
+        if not declared:
+            with pytest.raises(MeshparError, match="the model has no dropout module that does"):
+                par.module(images(0)["images"])
+        par.module.eval()
+        par.module(images(0)["images"])
+
+
 @pytest.mark.parametrize("guards", ["first", "off"])
 def test_guards_change_no_bit(guards, one_process):
     assert_same_bits("dp_replicate=2,dp_shard=2", [HybridShard()], one_process(), {"guards": guards})

@@ -29,7 +29,7 @@ from meshpar._torch.fsdp import (
 from meshpar._torch.groups import all_gather, collective_ops, reduce_scatter, share_timeout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.same_bits.trees import sum_over, tree_sum
+from meshpar.same_bits.trees import sum_over, to_the_other, tree_sum
 
 _SWAPPED = 8 << 20
 """Bytes up to which a swap is the quicker sum: 0.91 of gloo's time at 8 MiB, 1.53 at 32 (benchmarks/exchanges.py)."""
@@ -120,11 +120,6 @@ def sum_replicas_by_tree(module: nn.Module, replicas: dist.ProcessGroup) -> None
 def swaps(x: Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether two ranks on CPUs sum ``x`` by a swap and an addition; a large one costs less by gloo's ring."""
     return group.size() == 2 and runtime.over_hosts(x.device) and x.nbytes <= _SWAPPED
-
-
-def to_the_other(length: int, group: dist.ProcessGroup) -> list[int]:
-    """Return the sizes of an all-to-all in which two ranks swap ``length`` rows."""
-    return [0, length] if group.rank() == 0 else [length, 0]
 
 
 def swap_shards(output: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:

@@ -113,18 +113,10 @@ def tensors_elsewhere(run: Run | None) -> Mapping[str, Tensor]:
     return {} if elsewhere is None else elsewhere.tensors
 
 
-def parameters_elsewhere(run: Run | None) -> dict[str, Tensor]:
-    """Return the parameters that other ranks have, tied ones once, by their first name."""
-    first = dict[int, tuple[str, Tensor]]()
-    for name, tensor in tensors_elsewhere(run).items():
-        if isinstance(tensor, nn.Parameter):
-            first.setdefault(id(tensor), (name, tensor))
-    return dict(first.values())
-
-
 def all_parameters(module: nn.Module) -> list[Tensor]:
     """Return all parameters of the model, once each: this rank's, and the shapes of those of other ranks."""
-    return [*module.parameters(), *parameters_elsewhere(run_of(module)).values()]
+    elsewhere = [tensor for tensor in tensors_elsewhere(run_of(module)).values() if isinstance(tensor, nn.Parameter)]
+    return [*module.parameters(), *{id(tensor): tensor for tensor in elsewhere}.values()]
 
 
 def first_covering(patterns: Sequence[str], module: nn.Module, what: str) -> dict[int, str]:

@@ -83,14 +83,6 @@ class Layers(HandsOn):
         of = f"{action.number} of {self._count}" if step else f"{number}, without gradients"
         return f"stage {self.edges.turn.stage}, {kind} of micro-batch {of}"
 
-    def chunk(self) -> int:
-        """Return the chunk of this rank's layers that runs."""
-        return 0 if self._action is None else self._action.chunk
-
-    def is_last(self) -> bool:
-        """Return whether the stage that runs computes the loss."""
-        return self.edges.turn.stage == self.portion.last
-
     @property
     def gradients_are_parts(self) -> bool:
         """A backward leaves gradients that the step goes on to add to: those of other micro-batches or stages."""
@@ -138,9 +130,9 @@ class Layers(HandsOn):
                     running[action.chunk, action.number] = self.edges.turn.arrived, self.edges.turn.left
                 else:
                     self._action = action
-                    reduces(count == len(todo))
                     arrived, left = running.pop((action.chunk, action.number))
                     self.edges.begin_back(action.chunk, action.number, arrived, left)
+                    reduces(count == len(todo))
                     self._try(self.edges.backward, self.edges.pass_back)
             self._messages.settle_all()
             self._try(self._errors.counts.refuse, bool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, final
 
@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshpar._torch.groups import collective_ops as ops
-from meshpar._torch.in_parts import in_parts, parts_of
+from meshpar._torch.in_parts import TensorInParts, in_parts, parts_of
 from meshpar.core import runtime
-from meshpar.passes.data.instead_of_fsdp2 import swaps, to_the_other
+from meshpar.passes.data.instead_of_fsdp2 import swaps
 from meshpar.same_bits.trees import sum_over, sum_share, tree_sum
 
-_OfParts = Callable[..., Sequence[Tensor]]
 _ALIGNMENT = 64
 """Bytes to which torch aligns the memory of a tensor on a CPU, and more elsewhere."""
 
@@ -88,87 +87,83 @@ def link(x: Tensor, compute: Callable[..., Tensor], back: Callable[..., Tensor],
     return _Linked.apply(x, compute, back, how)
 
 
-class _LinkedParts(torch.autograd.Function):
-    """As :class:`_Linked` of several tensors: ``compute`` and ``back`` take tensors and return tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, compute: _OfParts, back: _OfParts, how: tuple[Any, ...], *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.compute, ctx.back, ctx.how = compute, back, how
-        return tuple(compute(xs, *how))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *_LinkedParts.apply(ctx.back, ctx.compute, ctx.how, *grads)
-
-
-def _link_parts(x: Tensor, compute: _OfParts, back: _OfParts, *how: Any) -> Tensor:
-    """Return ``compute`` of the parts of ``x``, in parts where it gives several; the gradient is ``back``'s."""
-    return in_parts(_LinkedParts.apply(compute, back, how, *parts_of(x)))
-
-
-def _link_either(x: Tensor, alone: tuple[Any, Any], in_parts: tuple[Any, Any], *how: Any) -> Tensor:
-    """Return ``x`` linked by a pair of functions: of a tensor on its own, or of one in parts."""
-    return _link_parts(x, *in_parts, *how) if isinstance(how[-1], PartsGroup) else link(x, *alone, *how)
-
-
-def own_parts(x: Tensor, dim: int, group: Any) -> Tensor:
-    """Return this rank's ``x`` in the parts that it computes, cut along ``dim``; as it is where there are none."""
-    return _link_parts(x, _cut, _joined, 1, dim, group) if isinstance(group, PartsGroup) else x
+def own_parts(x: Tensor, dim: int, group: Any, fused: int = 1) -> Tensor:
+    """Return this rank's part along ``dim`` of ``fused`` equal projections, [q_r | k_r | v_r], of its contiguous shard
+    of [q | k | v]; cut into the parts that it computes.
+    """
+    x = _regroup(x, fused, dim, _ranks(group)) if fused > 1 else x
+    if not isinstance(group, PartsGroup):
+        return x
+    pieces = zip(*(projection.chunk(group.each, dim) for projection in x.chunk(fused, dim)))
+    return in_parts([torch.cat(part, dim) if fused > 1 else _own_memory(part[0]) for part in pieces])
 
 
 def join_parts(x: Tensor, dim: int, group: Any) -> Tensor:
     """Return the parts of this rank joined along ``dim``."""
-    return _link_parts(x, _joined, _cut, 1, dim, group) if isinstance(group, PartsGroup) else x
+    if not isinstance(group, PartsGroup):
+        return x
+    return torch.cat([link(part, _view, _own_memory) for part in parts_of(x)], dim)
 
 
 def copy_to(x: Tensor, group: Any) -> Tensor:
     """Return ``x``, replicated over the axis; its gradient is summed over the axis."""
-    return _link_either(x, (_view, reduce_from), (_copies, _total), group)
+    return _to_each_part(_copy(x, group), group)
+
+
+def _copy(x: Tensor, group: Any) -> Tensor:
+    return link(x, _view, reduce_from, group)
 
 
 def copy_weight(x: Tensor, group: Any) -> Tensor:
     """Return a parameter that every rank holds whole; its gradient is summed over the axis, in float32 or wider."""
-    return _link_either(x, (_view, _sum_in_float32), (_copies, _total_in_float32), group)
+    if isinstance(group, PartsGroup):
+        return copy_to(x.to(torch.promote_types(x.dtype, torch.float32)), group).to(x.dtype)
+    return link(x, _view, _sum_in_float32, group)
 
 
 def reduce_from(x: Tensor, group: Any) -> Tensor:
     """Return the sum of the axis's partial ``x``, replicated; the gradient passes as it is."""
-    return _link_either(x, (_all_reduce, _copy_trained), (_total, _copies), group)
+    return link(_sum_of_parts(x), _all_reduce, _copy_trained, group)
 
 
 def gather_partial(x: Tensor, dim: int, group: Any) -> Tensor:
     """Return the shards of ``x`` joined along ``dim``; the gradient, partial over the axis, is summed and scattered."""
-    return _link_either(x, (_all_gather, reduce_scatter), (_gathered_copies, _scattered_total), dim, group)
+    return _to_each_part(_gather(x, dim, group), group)
+
+
+def _gather(x: Tensor, dim: int, group: Any) -> Tensor:
+    return link(x, _all_gather, reduce_scatter, dim, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
     """Return this rank's shard along ``dim`` of the sum of the axis's partial ``x``; the gradient is gathered."""
-    return _link_either(x, (_reduce_scatter, gather_partial), (_scattered_total, _gathered_copies), dim, group)
+    return link(_sum_of_parts(x), _reduce_scatter, _gather, dim, group)
+
+
+def _to_each_part(x: Tensor, group: Any) -> Tensor:
+    return in_parts(link(x, _repeat, _total, group.each).unbind()) if isinstance(group, PartsGroup) else x
+
+
+def _sum_of_parts(x: Tensor) -> Tensor:
+    return tree_sum(x.parts) if isinstance(x, TensorInParts) else x
 
 
 def gather_replicated(x: Tensor, size: int, group: Any) -> Tensor:
     """Return the last dim's chunks joined to ``size`` features, for a use that is the same on every rank."""
-    if isinstance(group, PartsGroup):
-        return gather_replicated(join_parts(x, x.ndim - 1, group), size, group.group)
-    return link(x, join_chunks, _split_chunks, x.ndim - 1, size, group)
+    return link(join_parts(x, x.ndim - 1, group), join_chunks, _split_chunks, x.ndim - 1, size, _ranks(group))
 
 
 def split_replicated(x: Tensor, group: Any) -> Tensor:
     """Return this rank's chunk of the last dim of a replicated ``x``; the gradients of the chunks are joined."""
-    if isinstance(group, PartsGroup):
-        return own_parts(split_replicated(x, group.group), x.ndim - 1, group)
-    return _split_chunks(x, x.ndim - 1, x.shape[-1], group)
+    return own_parts(_split_chunks(x, x.ndim - 1, x.shape[-1], _ranks(group)), x.ndim - 1, group)
 
 
-def regroup(weight: Tensor, parts: int, dim: int, group: Any) -> Tensor:
-    """Return [q_r | k_r | v_r] of ``parts`` equal ones fused along ``dim``, of contiguous shards of [q | k | v]."""
-    if isinstance(group, PartsGroup):
-        return _link_parts(regroup(weight, parts, dim, group.group), _cut, _joined, parts, dim, group)
+def _regroup(weight: Tensor, parts: int, dim: int, group: Any) -> Tensor:
     return link(weight, _by_part, _ungroup, parts, dim, group)
 
 
-def _ungroup(x: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return link(x, _by_shard, regroup, parts, dim, group)
+def _ungroup(x: Tensor, parts: int, dim: int, group: Any) -> Tensor:
+    return link(x, _by_shard, _regroup, parts, dim, group)
 
 
 def gather_values(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
@@ -191,29 +186,34 @@ def take_chunk(x: Tensor, dim: int, length: int, group: Any) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: Any) -> Tensor:
-    if isinstance(group, SimulatedGroup):
-        return torch.stack(group.exchange(x.detach())).sum(0)
-    if swaps(x, group):
-        sizes = to_the_other(x.numel(), group)
-        return _all_to_all(x.reshape(-1), sizes, sizes, group).view(x.shape) + x
-    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.group_name))
+    ranks = _ranks(group)
+    if isinstance(ranks, SimulatedGroup):
+        return torch.stack(ranks.exchange(x.detach())).sum(0)
+    if ranks is not group or swaps(x, ranks):
+        return sum_over(x, ranks)
+    return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", ranks.group_name))
 
 
 def _all_gather(x: Tensor, dim: int, group: Any) -> Tensor:
-    if isinstance(group, SimulatedGroup):
-        return torch.cat(group.exchange(x.detach()), dim)
-    whole = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
-    return torch.cat(whole.chunk(group.size(), 0), dim) if dim else whole
+    ranks = _ranks(group)
+    if isinstance(ranks, SimulatedGroup):
+        return torch.cat(ranks.exchange(x.detach()), dim)
+    whole = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), ranks.size(), ranks.group_name))
+    return torch.cat(whole.chunk(ranks.size(), 0), dim) if dim else whole
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
-    if isinstance(group, SimulatedGroup):
-        return _all_reduce(x, group).chunk(group.size(), dim)[group.rank()].contiguous()
-    stacked = torch.cat(x.chunk(group.size(), dim), 0) if dim else x.contiguous()
-    if runtime.over_hosts(x.device):
-        rows = [len(stacked) // group.size()] * group.size()
-        return _all_to_all(stacked, rows, rows, group).view(group.size(), rows[0], *stacked.shape[1:]).sum(0)
-    return ops.wait_tensor(ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
+    ranks = _ranks(group)
+    if isinstance(ranks, SimulatedGroup):
+        return _all_reduce(x, ranks).chunk(ranks.size(), dim)[ranks.rank()].contiguous()
+    stacked = torch.cat(x.chunk(ranks.size(), dim), 0) if dim else x.contiguous()
+    if ranks is not group or runtime.over_hosts(x.device):
+        return sum_share(stacked, ranks, by_tree=ranks is not group)
+    return ops.wait_tensor(ops.reduce_scatter_tensor(stacked, "sum", ranks.size(), ranks.group_name))
+
+
+def _ranks(group: Any) -> Any:
+    return group.group if isinstance(group, PartsGroup) else group
 
 
 def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
@@ -222,42 +222,12 @@ def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> 
     return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), received, sent, group.group_name))
 
 
-def _copies(xs: Sequence[Tensor], group: PartsGroup) -> list[Tensor]:
-    return [xs[0].view_as(xs[0]) for _ in group.numbers]
+def _repeat(x: Tensor, count: int) -> Tensor:
+    return x.expand(count, *x.shape)
 
 
-def _total(xs: Sequence[Tensor], group: PartsGroup) -> list[Tensor]:
-    total, ranks = tree_sum(xs), group.group
-    if isinstance(ranks, SimulatedGroup):
-        return [tree_sum(ranks.exchange(total.detach()))]
-    return [sum_over(total, ranks)]
-
-
-def _total_in_float32(xs: Sequence[Tensor], group: PartsGroup) -> list[Tensor]:
-    wide = torch.promote_types(xs[0].dtype, torch.float32)
-    return [_total([x.to(wide) for x in xs], group)[0].to(xs[0].dtype)]
-
-
-def _gathered_copies(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[Tensor]:
-    return _copies([_all_gather(xs[0], dim, group.group) if group.group.size() > 1 else xs[0]], group)
-
-
-def _scattered_total(xs: Sequence[Tensor], dim: int, group: PartsGroup) -> list[Tensor]:
-    ranks = group.group
-    if isinstance(ranks, SimulatedGroup):
-        return [_total(xs, group)[0].chunk(ranks.size(), dim)[ranks.rank()].contiguous()]
-    total = tree_sum(xs)
-    return [sum_share(torch.cat(total.chunk(ranks.size(), dim)) if dim else total, ranks)]
-
-
-def _cut(xs: Sequence[Tensor], fused: int, dim: int, group: PartsGroup) -> list[Tensor]:
-    pieces = [projection.chunk(group.each, dim) for projection in xs[0].chunk(fused, dim)]
-    return [torch.cat(part, dim) if fused > 1 else _own_memory(part[0]) for part in zip(*pieces)]
-
-
-def _joined(xs: Sequence[Tensor], fused: int, dim: int, group: PartsGroup) -> list[Tensor]:
-    pieces = zip(*(part.chunk(fused, dim) for part in xs))
-    return [torch.cat([piece for projection in pieces for piece in projection], dim)]
+def _total(grads: Tensor, count: int) -> Tensor:
+    return tree_sum(grads.unbind())
 
 
 def _own_memory(part: Tensor) -> Tensor:
@@ -272,7 +242,7 @@ def _view(x: Tensor, *how: Any) -> Tensor:
 
 def _copy_trained(grad: Tensor, group: Any) -> Tensor:
     # The gradient is replicated and goes on into what each rank computes of its part, as copy_to's input does.
-    return copy_to(grad, group) if grad.requires_grad else grad
+    return _copy(grad, group) if grad.requires_grad else grad
 
 
 def _sum_in_float32(grad: Tensor, group: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -53,6 +53,8 @@ class Context:
 
     mesh: DeviceMesh
     group: dist.ProcessGroup
+    # what collectives of split features take: the group, or a PartsGroup of it
+    features: Any
     rank: int
     root: nn.Module
     sequence_parallel: bool
@@ -60,8 +62,6 @@ class Context:
     # None where nothing is drawn
     random: SplitState | None
     inputs: tuple[str, ...]
-    # how many equal parts are computed on every mesh; None: one a rank
-    equal_parts: int | None = None
     # None where nothing is looked at
     arrivals: Arrivals | None = None
     # id of a parameter before or after -> both, so that tied ones stay tied
@@ -77,30 +77,37 @@ class Context:
         return self.mesh.size()
 
     @property
-    def features(self) -> Any:
-        """What collectives of split features take: the group, or a PartsGroup of it."""
-        return self.group if self.equal_parts is None else PartsGroup(self.group, self.equal_parts)
-
-    @property
     def parts(self) -> int:
         """In how many parts features are computed."""
-        return self.size if self.equal_parts is None else self.equal_parts
+        return self.features.size()  # type: ignore[no-any-return]
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers of the parts that this rank computes."""
+        return self.features.numbers if isinstance(self.features, PartsGroup) else (self.rank,)
 
     def of_each_part(self, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Return ``run(number, *parts)`` of each part that this rank computes, by its number among all."""
-        if self.equal_parts is None:
-            return run(self.rank, *tensors)
-        return in_parts([run(*part) for part in zip(self.features.numbers, *map(parts_of, tensors))])
+        return in_parts([run(*part) for part in zip(self.numbers, *map(parts_of, tensors))])
 
     def part(self, module: nn.Module, x: Tensor) -> None:
         """Tell that what ``module`` computes of ``x`` from here on is split over the axis."""
         if self.random is not None and module.training:
-            self.random.part(x.device, *([self.rank] if self.equal_parts is None else self.features.numbers))
+            self.random.part(x.device, *self.numbers)
 
     def join(self) -> None:
         """Tell that activations are replicated from here on."""
         if self.random is not None:
             self.random.join()
+
+    def sum_of(self, module: nn.Module, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        """Return the sum over the axis of ``run()``, by which ``module`` computes its part from ``x``."""
+        self.part(module, x)
+        try:
+            output = run()
+        finally:  # a recomputation may stop inside
+            self.join()
+        return self.leave(output)
 
     def join_after(self, name: str) -> None:
         """Count activations as replicated after the region of ``name``, or the module around it, also on errors."""
@@ -147,7 +154,7 @@ class Context:
     def positions_each(self, length: int) -> int:
         """Return how many of a sequence's positions each rank has between the regions."""
         if length % self.parts:
-            size = f"tp={self.size}" if self.equal_parts is None else f"parts={self.parts}"
+            size = f"tp={self.size}" if self.features is self.group else f"parts={self.parts}"
             raise PlanError(
                 f"sequence length {length} is not divided by {size}, over which sequence parallelism "
                 "splits it; pad the batch to a multiple, or use TensorParallel(sequence_parallel=False)"
@@ -186,12 +193,12 @@ class Style:
         """Yield why ``module`` cannot be split over ``size`` ranks. Pure."""
         return iter(())
 
-    def length_in_parts(self, module: nn.Module) -> int:
-        """Return the length that ``TensorParallel(parts=...)`` must divide, 0 where nothing is divided."""
-        return 0
+    def split_dims(self, module: nn.Module) -> Mapping[str, int]:
+        """Return the parameters of the module's own that are split, and along which dim; others are whole."""
+        return {}
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Replace the parameters that are split by DTensors on ``context.mesh``."""
+        """Change what ``split_dims`` cannot say, such as attributes that count heads."""
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Make the module compute with its shards."""

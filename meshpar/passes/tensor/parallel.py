@@ -16,13 +16,13 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, sizes_text
 from meshpar.core.passes import Facts, Installed, Pass, Role, Stage, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, matches, suggestion
-from meshpar.passes.data.whole_parameters import keep_whole, see_whole, whole_styles
+from meshpar.passes.data.whole_parameters import keep_whole, see_whole, shard_parameter, whole_styles
+from meshpar.passes.tensor.collectives import PartsGroup
 from meshpar.passes.tensor.context import Arrivals, Context, Style
 from meshpar.passes.tensor.parts import CopiedHeads, Experts, Parts
 from meshpar.passes.tensor.random import SplitState, draws_random
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, parse
 from meshpar.passes.tensor.styles import Sequence as SequenceStyle
-from meshpar.same_bits.norms import PARTS
 from meshpar.step.inner_calls import installed, set_attribute
 
 _WHOLE_SHARE = 0.25
@@ -118,11 +118,6 @@ class TensorParallel(Pass):
                 f"same_bits on tp={mesh.axes['tp']} needs features that are computed in equal parts; write "
                 f"TensorParallel(parts={parts}) on this mesh and on every other one"
             )
-        elif mesh.axes["tp"] > PARTS:
-            yield (
-                f"same_bits sums squares of gradients in {PARTS} parts of columns, of which tp={mesh.axes['tp']} has "
-                f"more; use tp={PARTS}"
-            )
 
     def _problems_in_parts(self, module: nn.Module, layout: ModelLayout, size: int, parts: int) -> Iterator[str]:
         """Yield why features cannot be computed in ``parts`` equal parts by ``size`` ranks."""
@@ -154,7 +149,6 @@ class TensorParallel(Pass):
             )
         table = self._table(module, layout)
         for name, child, style in table.styled:
-            length = style.length_in_parts(child)
             nested = next((other for other, _, _ in table.styled if other.startswith(f"{name}.")), None)
             if self.sequence_parallel and isinstance(style, SequenceStyle) and nested:
                 yield (
@@ -163,17 +157,19 @@ class TensorParallel(Pass):
                     "TensorParallel"
                 )
                 continue
-            if style.computes_in_parts and length % parts == 0:
-                continue
             remedy = whole_styles(_split_together(table, name))
             if not style.computes_in_parts:
                 yield (
                     f"{name} has the style {type(style).__name__}, which does not compute in equal parts; leave it "
                     f"whole: {remedy}, or drop parts= from TensorParallel"
                 )
-            else:
+                continue
+            dims, named = style.split_dims(child), child.named_parameters(recurse=False)
+            # a module of another kind may have fewer dims
+            lengths = (value.shape[dims[leaf]] for leaf, value in named if value.ndim > dims.get(leaf, value.ndim))
+            if uneven := next((length for length in lengths if length % parts), 0):
                 yield (
-                    f"{name} splits {length} rows or features, which parts={parts} does not divide; leave it whole: "
+                    f"{name} splits {uneven} rows or features, which parts={parts} does not divide; leave it whole: "
                     f"{remedy}"
                 )
 
@@ -261,13 +257,13 @@ class TensorParallel(Pass):
         context = Context(
             mesh=axis,
             group=group,
+            features=group if self.parts is None else PartsGroup(group, self.parts),
             rank=rank,
             root=module,
             sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel,
             random=SplitState() if draws else None,
             arrivals=arrivals,
-            equal_parts=self.parts,
             inputs=layout.tensor.hidden_inputs,
         )
         if self.parts is not None:
@@ -279,6 +275,8 @@ class TensorParallel(Pass):
         context.regions.update({name: style for name, _, style in styled if style.is_region})
         context.styles.update({name: style for name, _, style in styled})
         for name, child, style in styled:
+            for parameter, dim in style.split_dims(child).items():
+                shard_parameter(child, parameter, dim, context)
             style.shard(name, child, context)
         keep_whole(module, context)
         context.placed.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from meshpar.passes.data.whole_parameters import (
     replaced_problems,
     shard_parameter,
 )
-from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, own_parts, regroup
+from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, own_parts
 from meshpar.passes.tensor.context import Context, Style
 from meshpar.step.inner_calls import set_forward
 
@@ -60,11 +61,9 @@ class Parts(Style):
                     f"{fits}"
                 )
 
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        for parameter, (dim, _) in self.dims.items():
-            value = module._parameters.get(parameter)
-            if value is not None:
-                shard_parameter(module, parameter, dim % value.ndim, context)
+    def split_dims(self, module: nn.Module) -> Mapping[str, int]:
+        parameters = {name: value for name, value in module._parameters.items() if value is not None}
+        return {name: dim % parameters[name].ndim for name, (dim, _) in self.dims.items() if name in parameters}
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         inner, group = module.forward, context.features
@@ -75,12 +74,8 @@ class Parts(Style):
             args = tuple(_enter(value, context) for value in args)
             kwargs = {key: _enter(value, context) for key, value in kwargs.items()}
             first = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor))
-            context.part(module, first)
-            try:
-                output = with_own(module, self._parts(module, group), lambda: inner(*args, **kwargs))
-            finally:  # a recomputation may stop inside
-                context.join()
-            return context.leave(output)
+            parts = self._parts(module, group)
+            return context.sum_of(module, first, lambda: with_own(module, parts, lambda: inner(*args, **kwargs)))
 
         set_forward(module, forward, reads_parameters=True)
 
@@ -89,10 +84,8 @@ class Parts(Style):
         parts = {name: local(value) for name, value in module._parameters.items() if value is not None}
         for name, part in parts.items():
             dim, fused = self.dims.get(name, (0, 1))
-            if fused > 1:
-                parts[name] = regroup(part, fused, dim % part.ndim, group)
-            elif name in self.dims:
-                parts[name] = own_parts(part, dim % part.ndim, group)
+            if name in self.dims:
+                parts[name] = own_parts(part, dim % part.ndim, group, fused)
             elif name in (*self.added, *self.summed):
                 whole = copy_weight(part, group)
                 parts[name] = whole / group.size() if name in self.added else whole
@@ -119,11 +112,10 @@ class Experts(Style):
             yield from filter(None, problems)
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        if (other := self._other(name, module, context)) is not None:
-            other.shard(name, module, context)
-            return
-        for parameter in dict(module.named_parameters(recurse=False)):
-            shard_parameter(module, parameter, 0, context)
+        other, names = self._other(name, module, context), [name for name, _ in module.named_parameters(recurse=False)]
+        dims = dict.fromkeys(names, 0) if other is None else other.split_dims(module)
+        for parameter, dim in dims.items():
+            shard_parameter(module, parameter, dim, context)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         if (other := self._other(name, module, context)) is not None:
@@ -148,12 +140,8 @@ class Experts(Style):
             }
             parts = {key: local(value) for key, value in module._parameters.items() if value is not None}
             counted = {"num_experts": count, "_is_expert_parallel": True}
-            context.part(module, weights)
-            try:
-                output = with_own(module, parts, lambda: inner(*bound.args, **bound.kwargs), counted)
-            finally:  # a recomputation may stop inside
-                context.join()
-            return context.leave(output)
+            run = partial(with_own, module, parts, lambda: inner(*bound.args, **bound.kwargs), counted)
+            return context.sum_of(module, weights, run)
 
         set_forward(module, forward, reads_parameters=True)
 
@@ -190,11 +178,8 @@ class FeatureTable(Style):
             yield from replaced_problems(name, module, nn.Embedding)
             yield from empty_problems(name, "features", module.get_parameter("weight").shape[1], size)
 
-    def length_in_parts(self, module: nn.Module) -> int:
-        return module.get_parameter("weight").shape[1]
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        shard_parameter(module, "weight", 1, context)
+    def split_dims(self, module: nn.Module) -> Mapping[str, int]:
+        return {"weight": 1}
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         inner, group, width = module.forward, context.features, module.get_parameter("weight").shape[1]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar, final
 
 import torch
 from torch import nn
 
 from meshpar._torch.calls import eager
-from meshpar._torch.in_parts import AROUND_DRAWS
+from meshpar._torch.in_parts import BEFORE_PART
 from meshpar._torch.simulated_device import has_values
 from meshpar._torch.tensors import Dropout
 from meshpar.core import runtime
@@ -69,9 +68,13 @@ def set_states(device: torch.device, values: list[torch.Tensor]) -> None:
         _generator(device).set_state(value)
 
 
-def initial_seed(device: torch.device) -> int:
-    """Return the seed from which a device's default generator, or its state that was put back, began."""
-    return _generator(device).initial_seed()
+def check_declared(device: torch.device, before: list[torch.Tensor], who: str) -> None:
+    """Refuse random numbers that a forward has drawn since the states ``before``, which the model does not declare."""
+    if not _equal(before, states(device)):
+        raise MeshparError(
+            "the forward draws random numbers, and the model has no dropout module that does; set "
+            f"ModelLayout(dropout=True), with which {who} draws its own"
+        )
 
 
 def draw_seeds(device: torch.device, count: int) -> list[int]:
@@ -92,8 +95,8 @@ class SplitState:
     def __init__(self) -> None:
         self._device = torch.device("cpu")
         self._shared: torch.Tensor | None = None
-        # of each of several parts
-        self._states: list[torch.Tensor] = []
+        # of each of several parts, and the number of the one that draws
+        self._states, self._drawing = list[torch.Tensor](), 0
 
     @eager
     def part(self, device: torch.device, *coordinates: int) -> None:
@@ -103,16 +106,16 @@ class SplitState:
             (drawn,) = draw_seeds(device, 1)
             self._shared = generator.get_state()
             if coordinates[1:]:
+                self._drawing = 0
                 self._states = [generator.manual_seed(mix(drawn, part + 1)).get_state() for part in coordinates]
-                AROUND_DRAWS.set(self._of_part)
+                BEFORE_PART.set(self._begin_part)
             generator.manual_seed(mix(drawn, coordinates[0] + 1))
 
-    @contextmanager
-    def _of_part(self, number: int) -> Iterator[None]:
+    def _begin_part(self, number: int) -> None:
         generator = _generator(self._device)
+        self._states[self._drawing] = generator.get_state()
         generator.set_state(self._states[number])
-        yield
-        self._states[number] = generator.get_state()
+        self._drawing = number
 
     @eager
     def join(self) -> None:
@@ -122,7 +125,7 @@ class SplitState:
             self._shared = None
             if self._states:
                 self._states.clear()
-                AROUND_DRAWS.set(None)
+                BEFORE_PART.set(None)
 
 
 @final
@@ -155,11 +158,8 @@ class LossState:
         finally:
             split.join()
             self._after = states(device)
-        if not draws and stage is not None and not _equal(before, self._after):
-            raise MeshparError(
-                "the forward draws random numbers, and the model has no dropout module that does; set "
-                "ModelLayout(dropout=True), with which each stage of pp draws its own"
-            )
+        if not draws and stage is not None:
+            check_declared(device, before, "each stage of pp")
         return result
 
     @eager

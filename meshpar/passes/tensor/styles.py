@@ -5,7 +5,7 @@ Follows Megatron-LM (arXiv 1909.08053; sequence parallelism: arXiv 2205.05198).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -24,7 +24,6 @@ from meshpar.passes.data.whole_parameters import (
     linear,
     local,
     replaced_problems,
-    shard_parameter,
     strides,
     sum_gradients,
 )
@@ -34,7 +33,6 @@ from meshpar.passes.tensor.collectives import (
     gather_replicated,
     join_parts,
     own_parts,
-    regroup,
     split_replicated,
 )
 from meshpar.passes.tensor.context import SEQUENCE_DIM, Context, Style
@@ -61,11 +59,8 @@ class Vocabulary(Style):
                 yield from replaced_problems(name, module, nn.Embedding)
             yield from empty_problems(name, "rows", module.num_embeddings, size)
 
-    def length_in_parts(self, module: nn.Module) -> int:
-        return module.get_parameter("weight").shape[0]
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        shard_parameter(module, "weight", 0, context)
+    def split_dims(self, module: nn.Module) -> Mapping[str, int]:
+        return {"weight": 0}
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         assert isinstance(module, nn.Embedding)
@@ -208,12 +203,8 @@ class Colwise(Style):
                 f"divide; {sizes_text('tp', width // self.parts)}"
             )
 
-    def length_in_parts(self, module: nn.Module) -> int:
-        return (features_of(module) or (0, 0))[1] // self.parts
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        shard_parameter(module, "weight", 1 if is_transposed(module) else 0, context)
-        shard_parameter(module, "bias", 0, context)
+    def split_dims(self, module: nn.Module) -> Mapping[str, int]:
+        return {"weight": 1 if is_transposed(module) else 0, "bias": 0}
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         group, out_dim = context.features, 1 if is_transposed(module) else 0
@@ -227,13 +218,8 @@ class Colwise(Style):
                 context.part(module, x)
             if prepare is not None:
                 context.arrive(name, x)
-            weight, bias = local(module.weight), local(module.bias)
-            if self.parts > 1:
-                weight = regroup(weight, self.parts, out_dim, group)
-                bias = None if bias is None else regroup(bias, self.parts, 0, group)
-            else:
-                weight = own_parts(weight, out_dim, group)
-                bias = None if bias is None else own_parts(bias, 0, group)
+            weight, bias = own_parts(local(module.weight), out_dim, group, self.parts), local(module.bias)
+            bias = None if bias is None else own_parts(bias, 0, group, self.parts)
             return finish(linear(module, x if prepare is None else prepare(x), weight, bias))
 
         def finish(y: Tensor) -> Tensor:
@@ -250,7 +236,7 @@ class Colwise(Style):
 
         set_forward(module, forward, reads_parameters=True)
         # what the chunked loss does around its own products, which are of whole shards
-        if self.gather == "loss" and prepare is not None and context.equal_parts is None:
+        if self.gather == "loss" and prepare is not None and context.features is context.group:
             record(module).around = (prepare, finish)
 
 
@@ -273,11 +259,8 @@ class Rowwise(Style):
             yield from replaced_problems(name, module, nn.Linear)
             yield from empty_problems(name, "input features", features[0], size)
 
-    def length_in_parts(self, module: nn.Module) -> int:
-        return (features_of(module) or (0, 0))[0]
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        shard_parameter(module, "weight", 0 if is_transposed(module) else 1, context)
+    def split_dims(self, module: nn.Module) -> Mapping[str, int]:
+        return {"weight": 0 if is_transposed(module) else 1}
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         group, in_dim = context.features, 0 if is_transposed(module) else 1
@@ -315,7 +298,7 @@ class Sequence(Style):
 
             set_forward(module, forward)
         sum_gradients(name, module, context)
-        if context.equal_parts is None:
+        if context.features is context.group:
             return
         summed = module.forward
 
