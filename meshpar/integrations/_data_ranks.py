@@ -51,7 +51,8 @@ class DataRanks:
                 f"plan= divides samples over {sizes} ranks, and one loader feeds all models; use meshes whose data "
                 "axes have the same sizes"
             )
-        size, group = max(numbers) + 1, dist.group.WORLD
+        size = max(numbers) + 1
+        group: Any = dist.group.WORLD
         if size < len(numbers):
             spec = plans[0].resolve(len(numbers))
             samples = axes_of(plans[0].passes, spec, Role.SAMPLES)

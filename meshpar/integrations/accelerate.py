@@ -321,7 +321,7 @@ class Accelerator(DataRankAccelerator):
         return super().register_load_state_pre_hook(lambda _, folder: hook([*self._names], folder))
 
     def _managers(
-        self, folder: str, optimizers: list[AcceleratedOptimizer]
+        self, folder: str | Path, optimizers: list[AcceleratedOptimizer]
     ) -> Iterator[tuple[CheckpointManager, Parallelized, dict[str, Optimizer] | None]]:
         """Yield of each model the manager of its folder, the model, and its optimizers by number."""
         numbered = {str(number): prepared.optimizer for number, prepared in enumerate(optimizers)}
