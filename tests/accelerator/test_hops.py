@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshpar._torch.groups import collective_counts
+from meshpar._torch.groups import collective_counts, default_store
 from meshpar.checkpoints.steps import ranks as saving_ranks
 from meshpar.checkpoints.steps.ranks import SavingRanks
 from meshpar.core.errors import CheckpointError
@@ -105,10 +104,9 @@ def test_ranks_get_the_largest_by_hops(ranks, most):
     Largest.ONE_HOP = most
     try:
         if rank == 1:
-            time.sleep(0.5)
-        began = time.monotonic()
+            default_store().wait([f"begun by rank 0 of {ranks}, {most}"])  # whose exchange goes on beside it
         begun = [Largest(torch.tensor([rank, -rank, number * (rank == 2)]), group) for number in range(5)]
-        assert rank != 0 or time.monotonic() - began < 0.4, "the exchange goes on beside this rank"
+        default_store().set(f"begun by rank {rank} of {ranks}, {most}", "")
         dist.barrier(group)  # collectives of the same ranks beside it
         for number, one in reversed(list(enumerate(begun))):
             assert one.read().tolist() == one.read().tolist() == [ranks - 1, 0, number * (ranks > 2)]
