@@ -238,10 +238,15 @@ def new_host_group(name: str, timeout_s: float | None = None, ranks: Sequence[in
     return new_group
 
 
+def connects_lazily() -> bool:
+    """Return whether each two ranks of a gloo group made now connect when they first exchange something."""
+    return _LAZILY in os.environ
+
+
 @contextmanager
 def connecting_lazily() -> Iterator[None]:
     """Let each two ranks of the gloo groups that are made in the block connect when they first exchange something."""
-    was_set = _LAZILY in os.environ
+    was_set = connects_lazily()
     os.environ.setdefault(_LAZILY, "1")
     try:
         yield
