@@ -87,7 +87,9 @@ def _check(func: Any, name: str, args: Any, kwargs: dict[str, Any], wholes: Sequ
             )
     writes = func is torch.Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
     target = args[0] if writes and args else kwargs.get("out")
-    if isinstance(target, Tensor) and not isinstance(target, TensorInParts):
+    parts = parts_of(target) if isinstance(target, Tensor) else ()
+    # one memory, which is whole: that of a plain tensor, or of an input that all parts see
+    if len({(part.untyped_storage()._cdata, part.storage_offset()) for part in parts}) == 1:
         raise MeshparError(
             f"{name} writes values of a split layer, computed in equal parts of tp, into a tensor that is whole; "
             "write it without writing in place, or drop parts= from TensorParallel"
@@ -117,7 +119,7 @@ def parts_of(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def set_parts(mesh: DeviceMesh, parts: int) -> None:
-    """Let sums over an axis follow the tree over ``parts`` equal parts."""
+    """Let sums over an axis follow the tree over ``parts`` equal parts, 0 where each rank computes its own."""
     vars(mesh)["_meshpar_parts"] = parts
 
 

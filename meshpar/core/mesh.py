@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import Any, final
 
@@ -257,6 +257,11 @@ class MeshSpec:
         for name in reversed(list(self.axes)):
             rank, index[name] = divmod(rank, self.axes[name])
         return {name: index[name] for name in self.axes}
+
+    def index(self, rank: int, axes: Iterable[str]) -> int:
+        """Return the index of ``rank`` among those that differ on ``axes``, outermost first."""
+        indices = self.coordinates(rank)
+        return reduce(lambda index, axis: index * self.axes[axis] + indices[axis], axes, 0)
 
 
 def _built(device_type: str, axes: tuple[tuple[str, int], ...], *, own: bool) -> DeviceMesh:

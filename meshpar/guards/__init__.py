@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from typing import Any, final
 
 import torch.distributed as dist
@@ -55,8 +54,7 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
         facts.add(moments[-1:])
         declared = resolved.layout.dropout or draws_random(module)
         if declared or layers is None:  # stages refuse undeclared draws themselves
-            axes, here = resolved.held.axes, resolved.held.coordinates(dist.get_rank())
-            rank = reduce(lambda index, axis: index * axes[axis] + here[axis], resolved.averaged, 0)
+            rank = resolved.held.index(dist.get_rank(), resolved.averaged)
             moments.append(DrawsBySample(guarded, rank, by_tree.ranks, declared=declared))
         if layers is not None:
             layers.edges.by_sample = declared

@@ -53,12 +53,10 @@ class Totals:
         rows, self._rows = self._rows, []
         if self._sums is None or not rows:
             return
-        every = {name: torch.zeros_like(value) for row in rows for name, value in row.items()}
-        joined = {
-            name: self._sums(torch.stack([row.get(name, none) for row in rows])).to(none.dtype)
-            for name, none in every.items()
-        }
-        self.loss, self.values = joined.pop(""), joined
+        self.values = {name: torch.zeros_like(value) for row in rows for name, value in row.items()}
+        for name, none in self.values.items():
+            self.values[name] = self._sums(torch.stack([row.get(name, none) for row in rows])).to(none.dtype)
+        self.loss = self.values.pop("")
 
     def returned(self) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Return the sums in the form in which the losses came."""
@@ -131,10 +129,8 @@ def token_loss(
     valid = ((labels_N >= 0) & (labels_N < width)) | (labels_N == ignore_index)
     assert_async(valid.all(), "a label is outside of the vocabulary")
     start = mesh.get_local_rank() * -(-width // mesh.size())
-    local_NV, parts = logits_BLV.to_local().flatten(0, -2), parts_on(mesh) // mesh.size()
-    return reduced(
-        _VocabularyParallelLoss.apply(local_NV, labels_N, start, ignore_index, mesh.get_group(), z_loss, parts)
-    )
+    local_NV, group, parts = logits_BLV.to_local().flatten(0, -2), mesh.get_group(), parts_on(mesh) // mesh.size()
+    return reduced(_VocabularyParallelLoss.apply(local_NV, labels_N, start, ignore_index, group, z_loss, parts))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, reduce
 from typing import Protocol, TypeVar, cast
 
@@ -84,7 +84,7 @@ class ModuleOnMesh:
     @property
     def data_rank(self) -> int:
         """Index of this rank's batch, below ``data_size``; ranks that differ on other axes alone get the same batch."""
-        return self._index(self.data_axes)
+        return self.spec.index(dist.get_rank(), self.data_axes)
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:
@@ -106,15 +106,8 @@ class ModuleOnMesh:
     @property
     def loss_rank(self) -> int:
         """Index of this rank's loss, below ``loss_size``."""
-        held_axes = self.resolved.held.axes
-        return self._index(axis for axis in self.spec.axes if axis in self.data_axes or axis not in held_axes)
-
-    def _index(self, axes: Iterable[str]) -> int:
-        """Return the index of this rank among those that differ on ``axes``, outermost first."""
-        index = 0
-        for axis in axes:
-            index = index * self.spec.axes[axis] + self._place[axis]
-        return index
+        axes = (axis for axis in self.spec.axes if axis in self.data_axes or axis not in self.resolved.held.axes)
+        return self.spec.index(dist.get_rank(), axes)
 
     def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         """Yield this rank's process groups with their axes; one over data and positions has the data axis's name."""
@@ -201,8 +194,7 @@ class ModuleOnMesh:
         self.run.agree("par.token_scale")
         by_tree = self.run.find(SameBits) is not None
         # float64 counts more than 2**24 tokens
-        dtype = torch.float64 if by_tree else None
-        count = torch.zeros((), dtype=dtype, device=self.device) + tokens
+        count = torch.zeros((), dtype=torch.float64 if by_tree else None, device=self.device) + tokens
         first, *other_axes = self.resolved.averaged or (None,)
         work = None if first is None else dist.all_reduce(count, group=self._held_on.get_group(first), async_op=True)
 

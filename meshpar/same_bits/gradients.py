@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -53,7 +53,7 @@ class TreeOfGradients(Moment):
             return
         if not self._due and (self.left or self._has_gradients()):
             raise MeshparError(_TWICE if self.left else _EARLIER)
-        if any(map(gradient_hooks, itertools.chain(self._module.parameters(), self._units.shards()))):
+        if any(map(gradient_hooks, [*self._module.parameters(), *self._units.shards()])):
             raise MeshparError(_HOOKED)
         if self._layers is not None and self._layers.edges.turn.stage != self._layers.portion.last:
             return
@@ -62,10 +62,8 @@ class TreeOfGradients(Moment):
             raise MeshparError(_ROOTS)
         if self._part < 1.0:
             node: Any = root.grad_fn if isinstance(root, Tensor) else root
-            self._scaled = node.register_prehook(self._scale)
-
-    def _scale(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(grad if grad is None else grad * self._part for grad in grads)
+            scale = partial(tree_map_only, Tensor, lambda grad: grad * self._part)
+            self._scaled = node.register_prehook(scale)
 
     def close_backward(self) -> None:
         if self._scaled is not None:

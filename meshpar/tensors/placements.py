@@ -282,7 +282,7 @@ class _ExactPowers:
     """Sums of |g|^p as whole numbers of units of float64, which no order of additions and no cut of a tensor changes.
 
     A power, at most that of the ``largest`` gradient, is written in digits of so many bits that float64 adds up one of
-    each of all ``elements`` exactly, and in so many digits that the rest of all together is below float32's last bit.
+    each of all ``elements`` exactly, and in so many digits that the rest of all together is below the norm's last bit.
     """
 
     def __init__(self, norm_type: float, largest: Tensor, elements: int) -> None:
@@ -293,8 +293,9 @@ class _ExactPowers:
             )
         self._type, count_bits = norm_type, elements.bit_length()
         self._base = 2.0 ** (52 - count_bits)
-        self._digits = -(-(25 + count_bits) // (52 - count_bits))
-        self._unit = torch.where(largest.isfinite(), largest, 1.0).to(torch.float64).clamp(min=1e-300)
+        self._digits = -(-((54 if largest.dtype == torch.float64 else 25) + count_bits) // (52 - count_bits))
+        # the base divided by it is finite
+        self._unit = torch.where(largest.isfinite(), largest, 1.0).to(torch.float64).clamp(min=1e-280)
 
     def power(self, grads: list[Tensor]) -> Tensor:
         """Return the sum of each digit over ``grads``, the highest first."""
@@ -302,18 +303,17 @@ class _ExactPowers:
         for grad in grads:
             scale = (self._base ** (1.0 / self._type) / self._unit).to(grad.device)
             for part in grad.reshape(-1).split(_CACHED if runtime.on_host(grad.device) else _BUCKET):
-                rest = part.abs().to(torch.float64).mul_(scale).pow_(self._type)
+                rest = part.abs() if self._type == 1 or part.is_complex() else part
+                rest = rest.to(torch.float64, copy=True).mul_(scale).pow_(self._type)
                 for number in range(self._digits):
-                    digit = rest.floor()
-                    sums[number] += digit.sum().to(sums.device)
-                    rest.sub_(digit).mul_(self._base)
+                    if number:
+                        rest.frac_().mul_(self._base)
+                    sums[number] += rest.floor().sum().to(sums.device)
         return sums
 
     def norms(self, sums: Tensor) -> Tensor:
         """Return the norms of rows of sums; what is not finite is so in the highest digit."""
-        total = torch.zeros_like(sums[:, 0])
-        for number, digit in enumerate(sums.unbind(-1), 1):
-            total += digit * self._base**-number
+        total = sum(digit * self._base**-number for number, digit in enumerate(sums.unbind(-1), 1))
         total = torch.where(sums[:, 0].isfinite(), total, sums[:, 0])
         return total ** (1.0 / self._type) * self._unit
 

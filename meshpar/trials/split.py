@@ -263,7 +263,10 @@ class SplitTest:
         if len(expected) != len(outputs):
             return {f"it returns {len(outputs)} tensors instead of {len(expected)}": 1.0}
         dims = [_split_dim(have, want) for have, want in zip(outputs, expected)]
-        outputs = [_join_own(have, dim) for have, dim in zip(outputs, dims)]
+        outputs = [
+            torch.cat(have.parts, dim) if isinstance(have, TensorInParts) and dim is not None else parts_of(have)[0]
+            for have, dim in zip(outputs, dims)
+        ]
         for number, (have, want, dim) in enumerate(zip(outputs, expected, dims)):
             local = have.to_local() if isinstance(have, DTensor) else have
             whole = local if dim is None else join_chunks(local.detach(), dim, want.shape[dim], context.group)
@@ -363,11 +366,6 @@ def _part_of(cotangent: Tensor, have: Tensor, dim: int | None, context: Context)
         return cotangent
     part = cotangent.chunk(context.size, dim)[context.rank].contiguous()
     return part_like(part, have) if isinstance(have, DTensor) else part
-
-
-def _join_own(have: Tensor, dim: int | None) -> Tensor:
-    """Return the parts of this rank joined along the dim in which they are parts of the whole."""
-    return torch.cat(have.parts, dim) if isinstance(have, TensorInParts) and dim is not None else parts_of(have)[0]
 
 
 def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]) -> Iterator[str]:

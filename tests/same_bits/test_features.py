@@ -5,8 +5,18 @@ import functools
 import pytest
 import torch
 
-from meshpar import ActivationCheckpoint, FullyShard, HybridShard, PipelineParallel, Plan, Replicate, TensorParallel
+from meshpar import (
+    ActivationCheckpoint,
+    FullyShard,
+    HybridShard,
+    MeshparError,
+    PipelineParallel,
+    Plan,
+    Replicate,
+    TensorParallel,
+)
 from meshpar.checkpoints import CheckpointManager
+from meshpar.passes.tensor.collectives import PartsGroup, SimulatedGroup, SimulatedRanks, copy_to, reduce_from
 from meshpar.testing import on_ranks, token_loss_sum, whole
 from tests.same_bits.test_meshes import assert_same_bits, one_process, scaled_loss, tokens  # noqa: F401
 from tests.support.comparison import differing_bits
@@ -84,3 +94,10 @@ def test_a_run_that_moves_to_another_mesh_goes_on_with_the_same_masks(tmp_path):
     par, optimizer = begin("tp=2", [PARTS])
     CheckpointManager(tmp_path).restore(par, optimizer)
     assert not differing_bits(expected, advance(par, optimizer, range(2, 3)))
+
+
+def test_writes_into_an_input_that_all_parts_see_are_refused():
+    group = PartsGroup(SimulatedGroup(SimulatedRanks(1), 0), 4)
+    with torch.no_grad(), pytest.raises(MeshparError, match="into a tensor that is whole"):
+        copy_to(torch.ones(2, 3), group).mul_(2)
+    assert torch.equal(torch.ones(2, 3), reduce_from(copy_to(torch.ones(2, 3), group).add(0).mul_(2), group) / 8)

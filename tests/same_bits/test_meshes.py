@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from meshpar import (
     ActivationCheckpoint,
@@ -21,6 +22,7 @@ from meshpar import (
     Replicate,
 )
 from meshpar.optim import Muon, SmallAdamW
+from meshpar.tensors.placements import local_tensor
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
 from tests.support.comparison import differing_bits
 from tests.support.models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
@@ -337,6 +339,34 @@ def test_draws_that_a_model_does_not_declare_are_refused():
         par.module(images(0)["images"])
 
 
+@on_ranks(1)
+def test_a_forward_that_draws_nothing_leaves_the_random_state():
+    par = Plan("dp_shard=1", [FullyShard()], same_bits=True).apply(Branches())
+    before = torch.get_rng_state()
+    par.module(images(0)["images"])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class RecomputingBranches(Branches):
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+@on_ranks(1)
+def test_blocks_that_a_model_recomputes_draw_what_they_drew_before():
+    gradients = []
+    for kind in (Branches, RecomputingBranches):
+        torch.manual_seed(0)
+        par = Plan("dp_shard=1", [FullyShard()], same_bits=True).apply(kind(dropout=0.5))
+        par.manual_seed(3)
+        par.backward([images(0), images(1)], functools.partial(scaled_loss, image_loss_sum, 1.0))
+        gradients.append([whole(parameter.grad) for parameter in par.module.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
 @pytest.mark.parametrize("guards", ["first", "off"])
 def test_guards_change_no_bit(guards, one_process):
     assert_same_bits("dp_replicate=2,dp_shard=2", [HybridShard()], one_process(), {"guards": guards})
@@ -364,3 +394,20 @@ def test_the_norm_of_what_is_empty_or_frozen_is_zero():
     par.backward([torch.ones(2, 4)], lambda module, x: module(x).sum())
     norms = par.clip_grad_norms_(float("inf"), ["bias", "empty"])
     assert norms["bias"] == norms["empty"] == 0.0 < norms[""]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("value", [0.0, 1e-42, 1e-30, 1.0, 1e30, float("inf"), float("nan")])
+@on_ranks(1)
+def test_norms_of_any_gradients_are_those_of_float64(norm_type, value):
+    par = Plan("dp_shard=1", [FullyShard()], same_bits=True).apply(nn.Linear(4, 4), ModelLayout(blocks=()))
+    par.backward([torch.ones(2, 4)], lambda module, batch: module(batch).sum())
+    scales = torch.linspace(0.1, 1.0, 4)
+    grads = [(scales * value).expand_as(parameter).clone() for parameter in par.module.parameters()]
+    for parameter, grad in zip(par.module.parameters(), grads):
+        local_tensor(parameter.grad).copy_(grad)
+    expected = torch.linalg.vector_norm(torch.cat([grad.flatten().double() for grad in grads]), norm_type).float()
+    norm = par.clip_grad_norm_(1.0, norm_type=norm_type)
+    torch.testing.assert_close(norm, expected, rtol=2e-7, atol=0.0, equal_nan=True)
+    if value <= 1e-30:
+        assert all(torch.equal(local_tensor(p.grad), grad) for p, grad in zip(par.module.parameters(), grads))

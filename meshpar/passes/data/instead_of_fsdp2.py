@@ -160,11 +160,9 @@ def scatter_sums(
         return
     received = [torch.empty_like(source) for source in inputs]
     wait_all(dist.all_to_all_single(got, source, group=group, async_op=True) for got, source in zip(received, inputs))
+    add_up: Any = tree_sum if by_tree else partial(torch.sum, dim=0)
     for output, got in zip(outputs, received):
-        if by_tree:
-            tree_sum(got.view(group.size(), -1), out=output)
-        else:
-            torch.sum(got.view(group.size(), -1), 0, out=output)
+        add_up(got.view(group.size(), -1), out=output)
         if op == dist.ReduceOp.AVG:
             output /= group.size()
 

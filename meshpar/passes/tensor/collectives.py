@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshpar._torch.groups import collective_ops as ops
-from meshpar._torch.in_parts import TensorInParts, in_parts, parts_of
+from meshpar._torch.in_parts import in_parts, parts_of
 from meshpar.core import runtime
 from meshpar.passes.data.instead_of_fsdp2 import swaps
 from meshpar.same_bits.trees import sum_over, sum_share, tree_sum
@@ -61,7 +61,6 @@ class PartsGroup:
 
     def __init__(self, group: Any, parts: int) -> None:
         self.group, self.each = group, parts // group.size()
-        self.numbers = range(group.rank() * self.each, (group.rank() + 1) * self.each)
 
     def size(self) -> int:
         """Return the number of parts of all ranks."""
@@ -123,7 +122,7 @@ def copy_weight(x: Tensor, group: Any) -> Tensor:
 
 def reduce_from(x: Tensor, group: Any) -> Tensor:
     """Return the sum of the axis's partial ``x``, replicated; the gradient passes as it is."""
-    return link(_sum_of_parts(x), _all_reduce, _copy_trained, group)
+    return link(tree_sum(parts_of(x)), _all_reduce, _copy_trained, group)
 
 
 def gather_partial(x: Tensor, dim: int, group: Any) -> Tensor:
@@ -137,15 +136,11 @@ def _gather(x: Tensor, dim: int, group: Any) -> Tensor:
 
 def reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
     """Return this rank's shard along ``dim`` of the sum of the axis's partial ``x``; the gradient is gathered."""
-    return link(_sum_of_parts(x), _reduce_scatter, _gather, dim, group)
+    return link(tree_sum(parts_of(x)), _reduce_scatter, _gather, dim, group)
 
 
 def _to_each_part(x: Tensor, group: Any) -> Tensor:
     return in_parts(link(x, _repeat, _total, group.each).unbind()) if isinstance(group, PartsGroup) else x
-
-
-def _sum_of_parts(x: Tensor) -> Tensor:
-    return tree_sum(x.parts) if isinstance(x, TensorInParts) else x
 
 
 def gather_replicated(x: Tensor, size: int, group: Any) -> Tensor:

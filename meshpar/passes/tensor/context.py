@@ -17,7 +17,7 @@ from meshpar._torch.autograd import in_backward
 from meshpar._torch.in_parts import in_parts, parts_of
 from meshpar.core.errors import ParallelError, PlanError
 from meshpar.exchange.ranks import Looks, same
-from meshpar.passes.tensor.collectives import PartsGroup, copy_to, gather_partial, reduce_from, reduce_scatter
+from meshpar.passes.tensor.collectives import copy_to, gather_partial, reduce_from, reduce_scatter
 from meshpar.passes.tensor.random import SplitState
 from meshpar.step.inner_calls import set_forward
 
@@ -84,7 +84,8 @@ class Context:
     @property
     def numbers(self) -> Sequence[int]:
         """The numbers of the parts that this rank computes."""
-        return self.features.numbers if isinstance(self.features, PartsGroup) else (self.rank,)
+        count = self.parts // self.group.size()
+        return range(self.rank * count, (self.rank + 1) * count)
 
     def of_each_part(self, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Return ``run(number, *parts)`` of each part that this rank computes, by its number among all."""

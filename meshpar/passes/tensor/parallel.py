@@ -91,9 +91,8 @@ class TensorParallel(Pass):
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         size = mesh.axes["tp"]
-        if self.parts is None:
-            problems = self._every_problem(module, layout, size)
-        else:
+        problems = self._every_problem(module, layout, size)
+        if self.parts is not None:
             problems = self._problems_in_parts(module, layout, size, self.parts)
         # those that differ by the number of a layer once
         alike: dict[str, list[str]] = {}
@@ -112,11 +111,10 @@ class TensorParallel(Pass):
                 )
 
     def bits_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        if self.parts is None and mesh.axes["tp"] > 1:
-            parts = max(8, mesh.axes["tp"])
+        if self.parts is None and (size := mesh.axes["tp"]) > 1:
             yield (
-                f"same_bits on tp={mesh.axes['tp']} needs features that are computed in equal parts; write "
-                f"TensorParallel(parts={parts}) on this mesh and on every other one"
+                f"same_bits on tp={size} needs features that are computed in equal parts; write "
+                f"TensorParallel(parts={max(8, size)}) on this mesh and on every other one"
             )
 
     def _problems_in_parts(self, module: nn.Module, layout: ModelLayout, size: int, parts: int) -> Iterator[str]:
@@ -134,9 +132,8 @@ class TensorParallel(Pass):
         fits = next((count for count in fewer if not any(self._reasons(module, layout, count))), None)
         for problem in problems:
             # without the sizes of tp that it proposes
-            text = re.sub(
-                r"; (use tp=[^;]*|drop tp from the mesh)$", "", problem.replace(f"tp={parts}", f"parts={parts}")
-            )
+            text = problem.replace(f"tp={parts}", f"parts={parts}")
+            text = re.sub(r"; (use tp=[^;]*|drop tp from the mesh)$", "", text)
             yield text if fits is None else f"{text}; use parts={fits}"
 
     def _reasons(self, module: nn.Module, layout: ModelLayout, parts: int) -> Iterator[str]:
@@ -149,6 +146,11 @@ class TensorParallel(Pass):
             )
         table = self._table(module, layout)
         for name, child, style in table.styled:
+            remedy = whole_styles(_split_together(table, name))
+            dims, named = style.split_dims(child), child.named_parameters(recurse=False)
+            # a module of another kind may have fewer dims
+            lengths = (value.shape[dims[leaf]] for leaf, value in named if value.ndim > dims.get(leaf, value.ndim))
+            uneven = next((length for length in lengths if length % parts), 0)
             nested = next((other for other, _, _ in table.styled if other.startswith(f"{name}.")), None)
             if self.sequence_parallel and isinstance(style, SequenceStyle) and nested:
                 yield (
@@ -156,18 +158,12 @@ class TensorParallel(Pass):
                     "parts of the sequence would be cut twice; use sequence_parallel=False, or drop parts= from "
                     "TensorParallel"
                 )
-                continue
-            remedy = whole_styles(_split_together(table, name))
-            if not style.computes_in_parts:
+            elif not style.computes_in_parts:
                 yield (
                     f"{name} has the style {type(style).__name__}, which does not compute in equal parts; leave it "
                     f"whole: {remedy}, or drop parts= from TensorParallel"
                 )
-                continue
-            dims, named = style.split_dims(child), child.named_parameters(recurse=False)
-            # a module of another kind may have fewer dims
-            lengths = (value.shape[dims[leaf]] for leaf, value in named if value.ndim > dims.get(leaf, value.ndim))
-            if uneven := next((length for length in lengths if length % parts), 0):
+            elif uneven:
                 yield (
                     f"{name} splits {uneven} rows or features, which parts={parts} does not divide; leave it whole: "
                     f"{remedy}"
@@ -266,8 +262,7 @@ class TensorParallel(Pass):
             arrivals=arrivals,
             inputs=layout.tensor.hidden_inputs,
         )
-        if self.parts is not None:
-            set_parts(axis, self.parts)
+        set_parts(axis, self.parts or 0)
         table = self._table(module, layout)
         # A wrapper that takes a module's own parameters goes inside of the one that prepares its inputs.
         styled = [*_parameter_styles(module, table), *table.styled]

@@ -83,8 +83,8 @@ class Parts(Style):
         """Return what this rank computes with in the place of the module's own parameters."""
         parts = {name: local(value) for name, value in module._parameters.items() if value is not None}
         for name, part in parts.items():
-            dim, fused = self.dims.get(name, (0, 1))
             if name in self.dims:
+                dim, fused = self.dims[name]
                 parts[name] = own_parts(part, dim % part.ndim, group, fused)
             elif name in (*self.added, *self.summed):
                 whole = copy_weight(part, group)
