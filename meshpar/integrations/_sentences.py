@@ -65,7 +65,8 @@ class SentenceTrainerOnMesh(TrainerOnMesh):
     def _export(self, folder: Path) -> None:
         with whole_states([self._par]):
             if self.args.should_save:
-                self.model.save_pretrained(str(folder))
+                # the class's: the module's own refuses shards
+                type(self.model).save_pretrained(self.model, str(folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not has_step(resume_from_checkpoint):
