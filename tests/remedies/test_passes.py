@@ -534,6 +534,9 @@ ROWS = [
     .helps(
         "Correct what failed there; gradients are incomplete", "assert torch.equal(grad, expected[name]), (place, name)"
     ),
+    Tested("the rank of another stage of pp has ended")
+    .by("tests/passes/pipeline/test_parallel.py::test_a_stage_that_has_ended_is_told")
+    .helps("correct what the first error of all ranks says", 'launch(__name__, "ended_stage", 2, (tmp_path / "said of'),
     Tested("hands on has the shapes")
     .by("tests/accelerator/test_stages.py::test_shapes_that_follow_from_values_are_refused_beside_a_device_alone")
     .helps("pad to shapes that follow", "run(True, padded=True)")

@@ -220,8 +220,8 @@ def _lanes(group: dist.ProcessGroup) -> tuple[dict[tuple[int, int], dist.Process
 def _lost(where: str, error: RuntimeError) -> LostError:
     return LostError(
         failed_alone()
-        or f"{where}: the rank of another stage of pp has ended, or did not come in time; the first error of all ranks "
-        f"is the cause. The exchange ended with: {first_line(error)}"
+        or f"{where}: the rank of another stage of pp has ended, or did not come in time; correct what the first error "
+        f"of all ranks says, and start the job again. The exchange ended with: {first_line(error)}"
     )
 
 

@@ -577,9 +577,9 @@ def test_an_error_on_one_of_several_stages_is_told(mesh, virtual):
     assert_an_error_is_told(mesh, [FullyShard()] if "dp" in mesh else [], virtual)
 
 
-def ended_stage(said):
+def ended_stage(said, ends=True):
     def loss(module, batch):
-        return os._exit(1) if dist.get_rank() else scaled_loss(0.1)(module, batch)
+        return os._exit(1) if ends and dist.get_rank() else scaled_loss(0.1)(module, batch)
 
     try:
         Plan("pp=2", [PipelineParallel()]).apply(Plain()).backward(batches(0), loss)
@@ -591,8 +591,10 @@ def test_a_stage_that_has_ended_is_told(tmp_path):
     with pytest.raises(RankFailure, match="rank 1 ended without a message"):
         launch(__name__, "ended_stage", 2, (tmp_path / "said",), fresh="ends a rank")
     text = (tmp_path / "said").read_text()  # in a receive, or in a send to it
-    said = r"stage 0, \w+ of micro-batch \d of 4(, waits for stage 1)?: the rank of another stage of pp"
+    said = r"stage 0, \w+ of micro-batch \d of 4(, waits for stage 1)?: the rank of another stage of pp has ended"
     assert re.search(said, text), text
+    launch(__name__, "ended_stage", 2, (tmp_path / "said of the job that is started again", False))
+    assert [path.name for path in tmp_path.iterdir()] == ["said"]
 
 
 def close_connections():
