@@ -6,7 +6,7 @@
 - ``flattened``: FSDP2 takes one axis to shard over; flattening several is private.
 - ``open_groups``, ``collective_counts``, ``last_collectives``, ``default_store``: process groups, their numbers of
   collectives, the flight recorder (gloo's in memory since torch 2.13); private without a public form.
-- ``share_gloo_devices``: gloo's devices, of which every group takes a new one, are options without a public name.
+- ``share_gloo_device``: gloo's devices, of which every group takes a new one, are options without a public name.
 - ``gloo_threads``: a trace names the thread that ran a collective, and gloo does not say whose it is.
 - ``share_timeout``, ``shared_timeout``, ``bound``: a mesh's groups do not take the time-out of the group that they are
   made in; ``set_timeout`` is public since torch 2.14.
@@ -64,19 +64,19 @@ def collective_counts() -> dict[str, int]:
     return counts
 
 
-def share_gloo_devices(are_lazy: Callable[[], bool]) -> None:
-    """Let the gloo groups that this process opens from now on share a device, and those that connect lazily another.
+def share_gloo_device(are_lazy: Callable[[], bool]) -> None:
+    """Let the gloo groups that this process opens from now on share one device, but for those that connect lazily.
 
     Each has one of its own otherwise, whose thread wakes a hundred times a second, whether anything is sent or not.
     """
     kind: Any = dist.ProcessGroupGloo
-    make, devices = kind.__init__, dict[bool, Any]()
+    make, device = kind.__init__, kind.create_default_device()
 
     def make_on_device(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        options, lazy = kind._Options(), are_lazy()
-        devices[lazy] = devices.get(lazy) or kind.create_default_device()
-        options._devices, options._timeout = [devices[lazy]], timeout
-        make(self, store, rank, size, options)
+        options = kind._Options()
+        options._devices, options._timeout = [device], timeout
+        # lazy groups of one device wait for one another
+        make(self, store, rank, size, timeout if are_lazy() else options)
 
     kind.__init__ = make_on_device
 

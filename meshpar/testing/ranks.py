@@ -188,7 +188,7 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
     faulthandler.enable()  # a crash of native code says where
     torch.set_num_threads(1)
     try:
-        groups.share_gloo_devices(runtime.connects_lazily)  # kept ranks open many groups
+        groups.share_gloo_device(runtime.connects_lazily)  # kept ranks open many groups
         shared, patience = dist.FileStore(store, count), timedelta(seconds=max(5.0, timeout_s - 5))
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=count, timeout=patience)
         if keep:  # an equal mesh is the same one: its groups are open, and what DTensor has planned for it still holds
