@@ -246,48 +246,15 @@ class Units:
             group._training_state = TrainingState.IDLE
         self.reshard()
 
-    def drop_unreduced_gradients(self, shards: Iterable[Tensor] | None = None) -> list[Tensor]:
-        """Forget the gradients that FSDP2 has accumulated without reducing them, of these shards or of all.
-
-        Returns:
-            Those of ``shards`` that have to keep a gradient, because units keep one sum for all their parameters.
-        """
-        ids, kept_shards = None if shards is None else set(map(id, shards)), list[Tensor]()
+    def drop_unreduced_gradients(self) -> None:
+        """Forget the gradients that FSDP2 has accumulated without reducing them."""
         for group in self._groups:
-            dropped_parameters = [
-                parameter for parameter in group.fsdp_params if ids is None or id(parameter.sharded_param) in ids
-            ]
-            trained_parameters = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
-            # of hybrid sharding, which reduces in two steps
-            if group._partial_reduce_output is not None and dropped_parameters:
-                if all(parameter in dropped_parameters for parameter in trained_parameters):
-                    group._partial_reduce_output = None
-                else:
-                    kept_shards += [parameter.sharded_param for parameter in dropped_parameters]
-            for parameter in dropped_parameters:
+            group._partial_reduce_output = None  # of hybrid sharding, which reduces in two steps
+            for parameter in group.fsdp_params:
                 if ACCUMULATES_APART:
                     parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
-        return kept_shards
-
-    def holds_back(self) -> bool:
-        """Return whether backwards leave gradients that are not reduced over all ranks."""
-        return False in [group.reduce_grads and group.all_reduce_grads for group in self._groups]
-
-    def unreduced(self) -> list[Any]:
-        """Return the shards of which FSDP2 keeps gradients that are not reduced over all ranks."""
-        return [
-            parameter.sharded_param
-            for group in self._groups
-            for parameter in group.fsdp_params
-            if parameter.sharded_param.requires_grad
-            and (
-                group._partial_reduce_output is not None
-                or (ACCUMULATES_APART and parameter.unsharded_accumulated_grad is not None)
-                or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
-            )
-        ]
 
     def reshard(self) -> None:
         """Let go of gathered weights, also of those that were asked for ahead and never used."""

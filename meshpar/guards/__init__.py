@@ -60,7 +60,7 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
             layers.edges.by_sample = declared
     trials = explain = None
     ranks = Ranks.of(module, stages_of(resolved)) if resolved.reduced or guarded.guards != "off" else None
-    facts.add([ranks, left_gradients])
+    facts.add([ranks])
     moments.append(UnusedGradients(module, ranks if resolved.reduced else None, guarded.device, guarded.guards))
     if guarded.guards != "off":
         trials = FirstRuns(guarded) if verify else None

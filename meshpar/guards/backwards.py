@@ -18,7 +18,6 @@ from meshpar.core.errors import MeshparError
 from meshpar.guards.placed_parameters import PlacedParameters
 from meshpar.passes.recompute import Recomputed
 from meshpar.step.backward import STALE
-from meshpar.step.forward import held_by
 from meshpar.step.moment import Forward, Guard, Guarded, LeftGradients
 
 Versions = tuple[Sequence[Tensor], list[int]]
@@ -171,12 +170,6 @@ class UnfinishedSteps(Guard):
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         if trains and (self._left.pending or self._left.cut_short):
             self._refuse()
-        if trains and self._left.unreduced and self._left.has_unreduced(held_by(optimizer)):
-            raise MeshparError(
-                "optimizer.step() came before gradients were reduced, which a backward in par.no_sync() or before the "
-                "last micro-batch of par.accumulate has left on each rank; run the last backward of a step outside of "
-                "par.no_sync(), or call optimizer.zero_grad()"
-            )
 
     def _refuse(self) -> None:
         self._left.forget_cleared()

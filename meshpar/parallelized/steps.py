@@ -22,7 +22,6 @@ from meshpar.process.waiting import reads_of
 from meshpar.same_bits.gradients import TreeOfGradients
 from meshpar.same_bits.trees import SameBits, tree_sum
 from meshpar.step.gathered_weights import Gathering
-from meshpar.step.moment import LeftGradients
 from meshpar.tensors.placements import clip_grad_norms_
 
 Micro = TypeVar("Micro")
@@ -259,9 +258,7 @@ class TrainingSteps(ModuleOnMesh):
         Collective: every rank calls it.
         """
         tree = self.run.find(TreeOfGradients)
-        left_gradients = self.run.find(LeftGradients)
-        has_unreduced = left_gradients is not None and left_gradients.has_unreduced(self.run.units.shards())
-        if not self.run.backward.reducing or has_unreduced or (tree is not None and tree.left):
+        if not self.run.backward.reducing or (tree is not None and tree.left):
             raise MeshparError(
                 "clip_grad_norm_ is called between the micro-batches of par.accumulate, whose gradients are reduced "
                 "in the last one; clip after the loop"

@@ -250,7 +250,7 @@ _REFUSED = {
     "__deepcopy__": "a parallel module cannot be copied, because the copy would run the original's weights; for "
     "averaged weights use par.averaged(decay), for a second model build another one and apply a plan to it",
     "no_sync": "no_sync() is DistributedDataParallel's; iterate over par.accumulate(micro_batches), and run a backward "
-    "for each, of which the last one reduces gradients; or run those before the last in `with par.no_sync():`",
+    "for each, of which the last one reduces gradients",
     "resize_token_embeddings": "resize_token_embeddings replaces parameters that the plan has placed; call it before "
     "plan.apply",
 }

@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 
 from meshpar._torch.units import Units
 from meshpar.core import runtime
-from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Facts, Guards
 from meshpar.core.resolved import Resolved
 from meshpar.exchange.ranks import GradientMarks, Looks, Ranks
-from meshpar.tensors.placements import local_tensor, part_like
+from meshpar.tensors.placements import local_tensor
 
 
 @final
@@ -194,19 +193,12 @@ MakesGuards: TypeAlias = Callable[[Guarded], Iterable[Guard]]
 
 @final
 class LeftGradients(Moment):
-    """Remember gradients of a step that was left (``pending``) or a failed backward (``cut_short``), until cleared.
-
-    Those of a micro-batch before the last (``unreduced``) stay in FSDP2, and parameters have a zero in their place that
-    takes no memory. Where somebody clears it, the next backward drops the gradient in FSDP2.
-    """
+    """Remember gradients of a step that was left (``pending``) or a failed backward (``cut_short``), until cleared."""
 
     def __init__(self, module: nn.Module, units: Units) -> None:
         self._module, self._units = module, units
         self.pending: list[tuple[Tensor, Tensor, int]] = []
         self.cut_short = False
-        # parameters, their gradients, and the versions of these
-        self.unreduced: list[tuple[Tensor, Tensor, int]] = []
-        self._stand_ins: dict[Tensor, Tensor] = {}
 
     def leave_step(self, *, by_error: bool) -> None:
         if self._units.modules or by_error:
@@ -216,7 +208,6 @@ class LeftGradients(Moment):
         self._leave(by_error=True)
 
     def _leave(self, *, by_error: bool) -> None:
-        self._take_back()
         for parameter in self._module.parameters():
             if parameter.requires_grad:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -224,59 +215,8 @@ class LeftGradients(Moment):
                 self.pending.append((parameter, grad, grad._version))
         self.cut_short = self.cut_short or by_error
 
-    def before_backward(self, roots: object, *, reaches: Callable[[], bool]) -> None:
+    def before_backward(self, roots: object, *, reaches: object) -> None:
         self.forget_cleared()
-        if self.unreduced and reaches():
-            self._take_back()
-
-    def end_backward(self, *, reduces: bool) -> None:
-        if self._units.holds_back():
-            self._stand_in()
-
-    def before_move(self) -> None:
-        self._take_back()
-        self._stand_ins.clear()
-
-    def after_move(self) -> None:
-        self._stand_in()
-
-    def has_unreduced(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether one of ``parameters`` has a gradient that is not reduced, and that nobody has cleared."""
-        ids = set(map(id, parameters))
-        return any(
-            id(parameter) in ids and parameter.grad is grad and grad._version == version
-            for parameter, grad, version in self.unreduced
-        )
-
-    def _stand_in(self) -> None:
-        """Give parameters whose gradients FSDP2 keeps a gradient that somebody can clear."""
-        self.unreduced.clear()
-        for parameter in self._units.unreduced():
-            if parameter.grad is None:
-                if parameter not in self._stand_ins:
-                    zeros = local_tensor(parameter).new_zeros(()).expand(local_tensor(parameter).shape)
-                    self._stand_ins[parameter] = part_like(zeros, parameter)
-                parameter.grad = self._stand_ins[parameter]
-            self.unreduced.append((parameter, parameter.grad, parameter.grad._version))
-
-    def _take_back(self) -> None:
-        """Take back what stands in for gradients, and drop the gradients that somebody has cleared."""
-        cleared_parameters = []
-        for parameter, grad, version in self.unreduced:
-            stands_in, is_same = grad is self._stand_ins.get(parameter), parameter.grad is grad
-            # a gradient that an earlier backward has reduced may be scaled meanwhile
-            if not is_same or (grad._version != version and not local_tensor(grad).any()):
-                cleared_parameters.append(parameter)
-            if stands_in and is_same:
-                # zero_grad(set_to_none=False) leaves zeros
-                parameter.grad = None if grad._version == version else torch.zeros_like(parameter)
-        self.unreduced.clear()
-        if cleared_parameters and self._units.drop_unreduced_gradients(cleared_parameters):
-            raise MeshparError(
-                "gradients of some parameters of a unit were cleared between micro-batches that are reduced each, of "
-                "which hybrid sharding keeps one sum for the unit; clear the gradients of all parameters, or leave "
-                "out reduce_each=True"
-            )
 
     def forget_cleared(self) -> None:
         """Forget the gradients that somebody has cleared."""

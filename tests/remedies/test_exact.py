@@ -311,17 +311,6 @@ ROWS = [
     .refuses(refused(FSDP, habits.breaking_without_zero))
     .helps("call optimizer.zero_grad() after leaving it", exact(FSDP, habits.breaking))
     .helps("run all micro-batches", exact(FSDP, habits.accumulating)),
-    Tested("optimizer.step() came before gradients were reduced")
-    .by("tests/step/test_left_gradients.py::test_a_step_or_a_clip_before_gradients_are_reduced_is_refused")
-    .helps("run the last backward of a step outside of par.no_sync()", "each.backward(2)")
-    .helps("call optimizer.zero_grad()", "side.optimizer.zero_grad()"),
-    Tested("gradients of some parameters of a unit were cleared between micro-batches")
-    .by(
-        "tests/step/test_left_gradients.py"
-        "::test_parameters_of_which_a_unit_keeps_one_sum_are_cleared_together_or_refused"
-    )
-    .helps("clear the gradients of all parameters", "lambda net: net")
-    .helps("leave out reduce_each=True", "(bias, {})"),
     Loop("and the other ranks did not come there in time; call the module equally often")
     .refuses(refused(FSDP, loops.timed_out(alike=False)))
     .helps("call the module equally often on every rank", exact(FSDP, loops.timed_out(alike=True))),

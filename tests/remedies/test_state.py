@@ -238,8 +238,7 @@ ROWS = [
     .helps("for LoRA meshpar.training.add_adapters(model, LoRA(...))", "add_adapters(model, LoRA("),
     Tested("iterate over par.accumulate(micro_batches)")
     .by("tests/passes/test_traps.py::test_no_sync_names_accumulate_which_is_exact")
-    .helps("iterate over par.accumulate(micro_batches)", "par.accumulate)")
-    .helps("run those before the last in `with par.no_sync():`", "with par.no_sync() if"),
+    .helps("iterate over par.accumulate(micro_batches)", "par.accumulate)"),
     Tested("call it before plan.apply")
     .by("tests/passes/test_traps.py::test_a_vocabulary_is_resized_before_apply")
     .helps("call it before plan.apply", "model.resize_token_embeddings(longer)"),
