@@ -258,10 +258,9 @@ class MeshSpec:
             rank, index[name] = divmod(rank, self.axes[name])
         return {name: index[name] for name in self.axes}
 
-    def index(self, rank: int, axes: Iterable[str]) -> int:
-        """Return the index of ``rank`` among those that differ on ``axes``, outermost first."""
-        indices = self.coordinates(rank)
-        return reduce(lambda index, axis: index * self.axes[axis] + indices[axis], axes, 0)
+    def index(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
+        """Return the index of the rank at ``coordinates`` among those that differ on ``axes``, outermost first."""
+        return reduce(lambda index, axis: index * self.axes[axis] + coordinates[axis], axes, 0)
 
 
 def _built(device_type: str, axes: tuple[tuple[str, int], ...], *, own: bool) -> DeviceMesh:

@@ -54,7 +54,7 @@ def make_run(guarded: Guarded, installed: Sequence[Installed], *, title: str, ve
         facts.add(moments[-1:])
         declared = resolved.layout.dropout or draws_random(module)
         if declared or layers is None:  # stages refuse undeclared draws themselves
-            rank = resolved.held.index(dist.get_rank(), resolved.averaged)
+            rank = resolved.held.index(resolved.held.coordinates(dist.get_rank()), resolved.averaged)
             moments.append(DrawsBySample(guarded, rank, by_tree.ranks, declared=declared))
         if layers is not None:
             layers.edges.by_sample = declared

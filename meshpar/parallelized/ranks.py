@@ -84,7 +84,7 @@ class ModuleOnMesh:
     @property
     def data_rank(self) -> int:
         """Index of this rank's batch, below ``data_size``; ranks that differ on other axes alone get the same batch."""
-        return self.spec.index(dist.get_rank(), self.data_axes)
+        return self.spec.index(self._place, self.data_axes)
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:
@@ -107,7 +107,7 @@ class ModuleOnMesh:
     def loss_rank(self) -> int:
         """Index of this rank's loss, below ``loss_size``."""
         axes = (axis for axis in self.spec.axes if axis in self.data_axes or axis not in self.resolved.held.axes)
-        return self.spec.index(dist.get_rank(), axes)
+        return self.spec.index(self._place, axes)
 
     def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         """Yield this rank's process groups with their axes; one over data and positions has the data axis's name."""
