@@ -69,8 +69,8 @@ class TrainingSteps(ModuleOnMesh):
         """Leave the gradients of the block's backward on this rank; the first backward after it reduces them, too.
 
         Until then they are in no parameter's ``grad``, and ``zero_grad()`` does not clear them: end each step with a
-        backward outside of the block. For a trainer that learns of each micro-batch, when it comes, whether it is the last of a step.
-        :meth:`accumulate` does the same for all micro-batches of a step.
+        backward outside of the block. For a trainer that learns of each micro-batch, when it comes, whether it is the
+        last of a step. :meth:`accumulate` does the same for all micro-batches of a step.
 
         Collective: every rank enters it.
         """

@@ -62,7 +62,7 @@ class TreeOfGradients(Moment):
             raise MeshparError(_ROOTS)
         if self._part < 1.0:
             node: Any = root.grad_fn if isinstance(root, Tensor) else root
-            scale = partial(tree_map_only, Tensor, lambda grad: grad * self._part)
+            scale = partial(tree_map_only, Tensor, partial(torch.mul, other=self._part))
             self._scaled = node.register_prehook(scale)
 
     def close_backward(self) -> None:
