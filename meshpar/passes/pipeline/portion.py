@@ -37,7 +37,7 @@ class Chunk:
 @final
 @dataclass(slots=True, kw_only=True)
 class Rule:
-    """What a call of a module does where a stage runs."""
+    """The rule for a call of a module where a stage runs."""
 
     # of the block in the model's order
     number: int | None = None

@@ -1,4 +1,4 @@
-"""What stages compare and add up in a step, and the errors of which they tell one another."""
+"""Comparisons and sums of stages in a step, and the errors of which they tell one another."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class PartElsewhereError(MeshparError, AttributeError):
 
 
 class Elsewhere(Tensor):
-    """What a hook gets of a module that another stage computes: a hook may keep it, and nobody may use it."""
+    """A value that a hook gets of a module which another stage computes: a hook may keep it, and nobody may use it."""
 
     in_hooks = False
     what = (
